@@ -92,7 +92,7 @@ class _Request:
 def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.Connection) -> None:
     """The life of a rank: answers each request with a pickled `Report` and the function's result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the pool decides
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(folder,), daemon=True).start()
     log = open(pathlib.Path(folder, f"rank{rank}.log"), "w", buffering=1)  # noqa: SIM115 (kept for the life of the rank)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -109,10 +109,11 @@ def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.
     os._exit(0)  # no interpreter shutdown: gloo's worker threads may abort during it
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(folder: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
