@@ -1,12 +1,14 @@
 """Exact attention over sequences that are split over ranks."""
 
 from ring_attention.attention import ring_attention
+from ring_attention.context import ContextParallel
 from ring_attention.errors import DivergenceError, PeerError, RingError, UsageError
 from ring_attention.layouts import Balanced, Contiguous, Striped, ZigZag
 from ring_attention.masks import Mask
 
 __all__ = [
     "Balanced",
+    "ContextParallel",
     "Contiguous",
     "DivergenceError",
     "Mask",

@@ -265,8 +265,32 @@ def all_to_all(team: Team, sends: Sequence[Tensor], shapes: Sequence[tuple[int, 
     return received
 
 
-def sum_over(team: Team, x: Tensor) -> Tensor:
+def sum_over(teams: Sequence[Team], x: Tensor) -> Tensor:
     """The sum of all ranks' `x`, in rank order, so that every rank has the same bits."""
-    if team.size == 1:
-        return x
-    return torch.stack(all_to_all(team, [x] * team.size, [tuple(x.shape)] * team.size, SHARDS)).sum(0)
+    for team in reversed(teams):
+        if team.size > 1:
+            x = torch.stack(all_to_all(team, [x] * team.size, [tuple(x.shape)] * team.size, SHARDS)).sum(0)
+    return x
+
+
+def gather(teams: Sequence[Team], x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """All ranks' parts joined along dim 0, in rank order; `lengths` by rank, row-major over the teams."""
+    x, held, first = x.contiguous(), 1, place(teams)
+    for team in reversed(teams):
+        first -= team.rank * held  # where this team's parts begin
+        counts = [sum(lengths[first + rank * held : first + (rank + 1) * held]) for rank in range(team.size)]
+        x = torch.cat(all_to_all(team, [x] * team.size, [(count, *x.shape[1:]) for count in counts], SHARDS))
+        held *= team.size
+    return x
+
+
+def sum_parts(teams: Sequence[Team], x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The reverse of `gather`: the sum over all ranks of this rank's part of `x`, in rank order."""
+    held, first = total(teams), 0
+    for team in teams:
+        held //= team.size
+        counts = [sum(lengths[first + rank * held : first + (rank + 1) * held]) for rank in range(team.size)]
+        shapes = [(counts[team.rank], *x.shape[1:])] * team.size
+        x = torch.stack(all_to_all(team, [part.contiguous() for part in x.split(counts)], shapes, SHARDS)).sum(0)
+        first += team.rank * held
+    return x

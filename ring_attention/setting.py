@@ -65,7 +65,7 @@ class Asked:
         problem = _input_problem(query, key, value, sinks, softcap) or _request_problem(request, tensors, teams, query)
         if problem is None and table is not None and request.strategy in ("ulysses", "hybrid"):
             problem = f"strategy {request.strategy!r} cannot carry a mask_mod; use 'ring', 'gather' or 'auto'"
-        sizes = Sizes(*_dims(query, 0, 1), *_dims(key, 1), *_dims(query, 3), *_dims(value, 3), query.element_size())
+        sizes = Sizes.of(query, key, value)
         described = {
             "shape (batch, heads, key/value heads, head dims)": str(
                 [sizes.batch, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.value_dim]
@@ -84,7 +84,7 @@ class Asked:
             "sinks": str(sinks is not None),
         }
         scores = Scores(max(sizes.head_dim, 1) ** -0.5 if scale is None else scale, softcap)
-        lengths = (*_dims(query, 2), *_dims(key, 2))
+        lengths = query.shape[2] if query.dim() == 4 else 0, key.shape[2] if key.dim() == 4 else 0
         return cls(
             request, tensors, table, sizes, scores, teams, described, problem, lengths, query.device, query.dtype
         )
@@ -242,6 +242,3 @@ def _check_documents(mask: Mask, layout: Layout, key_layout: Layout) -> None:
             f"for queries and {key_layout.seq_len} for keys"
         )
 
-
-def _dims(x: Tensor, *dims: int) -> list[int]:
-    return [x.shape[dim] if dim < x.dim() else 0 for dim in dims]

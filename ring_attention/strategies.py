@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ring_attention.layouts import Layout
 from ring_attention.masks import Mask
@@ -31,6 +32,12 @@ class Sizes:
     head_dim: int
     value_dim: int
     item_bytes: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> Sizes:
+        """Of tensors [B, H, S, D]; what a malformed one lacks counts as 0."""
+        of = lambda x, dim: x.shape[dim] if dim < x.dim() else 0  # noqa: E731
+        return cls(of(query, 0), of(query, 1), of(key, 1), of(query, 3), of(value, 3), query.element_size())
 
 
 @dataclass(frozen=True)

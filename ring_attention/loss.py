@@ -1,0 +1,120 @@
+"""Losses over sequences that are split: means over the valid tokens of all ranks.
+
+The value is the same on every rank. The gradient of each rank is that of its own tokens, times the number of ranks, so
+that *averaging* gradients over the ranks, as data parallelism does, gives the gradient of the mean over all tokens.
+N tokens of this rank, V size of the vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attention import comm
+from ring_attention.comm import Call, Team
+from ring_attention.errors import UsageError
+
+CHUNK_TOKENS = 2048
+CHUNK_LOGITS = 1 << 21  # logits of one chunk, so that a small vocabulary does not mean one big chunk
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None
+) -> Tensor:
+    """Cross entropy of logits [..., V] and labels [...], a scalar in fp32 (fp64 for fp64)."""
+    _check(logits.shape[:-1], labels, "logits")
+    flat = logits.flatten(0, -2)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    total = F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
+    return _mean(total, labels, teams, ignore_index, tokens, "cross_entropy")
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None,
+    bias: Tensor | None = None, chunk_tokens: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Cross entropy of logits hidden @ weight.T + bias, a chunk of tokens at a time; logits are never whole.
+
+    hidden [..., E], weight [V, E], bias [V]. The chunk's logits and their gradients are made in forward, which leaves
+    dhidden, dweight and dbias to be scaled in backward (as in Liger, arXiv 2410.10989).
+    """
+    _check(hidden.shape[:-1], labels, "hidden")
+    size = chunk_tokens or max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // max(1, weight.shape[0])))
+    total = ChunkedLoss.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), ignore_index, size)
+    return _mean(total, labels, teams, ignore_index, tokens, "linear_cross_entropy")
+
+
+def num_tokens(labels: Tensor, teams: list[Team], ignore_index: int) -> Tensor:
+    """Number of valid labels over all ranks, int64."""
+    comm.agree(teams, Call({"call": "num_tokens"}))
+    return comm.sum_over(teams, (labels != ignore_index).sum())
+
+
+def _mean(
+    total: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None, name: str
+) -> Tensor:
+    comm.agree(teams, Call({"call": name, "tokens given": str(tokens is not None)}))
+    counted = torch.stack([total.detach().double(), (labels != ignore_index).sum().to(total.device).double()])
+    summed, count = comm.sum_over(teams, counted)
+    size = comm.total(teams)
+    if tokens is not None:
+        count = torch.as_tensor(tokens, dtype=torch.float64, device=total.device)
+    count = count.clamp(min=1)
+    mine = total * (size / count).to(total.dtype)
+    return mine + ((summed / count).to(total.dtype) - mine.detach()) if size > 1 or tokens is not None else mine
+
+
+def _check(shape: torch.Size, labels: Tensor, name: str) -> None:
+    if labels.shape != shape:
+        raise UsageError(
+            f"{name} are for tokens {list(shape)}, labels are {list(labels.shape)}; pass this rank's shift_labels, "
+            "which are not shifted again"
+        )
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Sum of cross entropies over [N] tokens. Every rank walks the same number of chunks for the same N; none waits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, size: int
+    ) -> Tensor:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        wants = ctx.needs_input_grad
+        dhidden = torch.empty_like(hidden) if wants[0] else None
+        dweight = torch.zeros_like(weight, dtype=wide) if wants[1] else None
+        dbias = torch.zeros_like(bias, dtype=wide) if wants[2] and bias is not None else None
+        for start in range(0, len(hidden), size):
+            h, y = hidden[start : start + size], labels[start : start + size]
+            logits = F.linear(h, weight, bias).to(wide)  # [chunk, V]
+            valid = y != ignore_index
+            target = y.masked_fill(~valid, 0)[:, None]
+            norm = torch.logsumexp(logits, -1, keepdim=True)
+            total += ((norm - logits.gather(1, target))[:, 0] * valid).sum()
+            if not any(wants):
+                continue
+            slope = logits.sub_(norm).exp_()  # softmax - onehot, in the place of the logits
+            slope.scatter_add_(1, target, torch.full_like(norm, -1.0)).mul_(valid[:, None])
+            if dhidden is not None:
+                dhidden[start : start + size] = slope.to(weight.dtype) @ weight
+            if dweight is not None:
+                dweight.addmm_(slope.T, h.to(wide))
+            if dbias is not None:
+                dbias += slope.sum(0)
+        ctx.save_for_backward(dhidden, dweight, dbias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled: Callable[[Tensor | None, torch.dtype], Tensor | None] = (
+            lambda x, dtype: None if x is None else (x * grad).to(dtype)
+        )
+        grads = [scaled(x, dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return (*grads, None, None, None)
