@@ -5,8 +5,6 @@ process groups by name, layouts and masks by their `spec`. It answers with the o
 that all ranks gave the call: backward tells it, so that ranks which come back in another order are found out.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -86,7 +84,7 @@ def call(
 def mod_table(mask: Mask, group: Group, layout: Layout, key_layout: Layout, query: Tensor) -> Tensor | None:
     """This rank's queries x all keys, by position."""
     teams = [Team(name) for name in comm.group_names(group).split("|")]
-    mine = layout.positions(min(comm.place(teams)[0], layout.world_size - 1))
+    mine = layout.positions(min(comm.place(teams), layout.world_size - 1))
     return mask.mod_table(mine, torch.arange(key_layout.seq_len), query.shape[0], query.shape[1])
 
 
@@ -96,13 +94,13 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sinks: Optional[Tensor],
-    documents: Optional[Tensor],
-    prefix: Optional[Tensor],
-    table: Optional[Tensor],
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    prefix: Tensor | None,
+    table: Tensor | None,
     request: str,
-    scale: Optional[float],
-    softcap: Optional[float],
+    scale: float | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> out [B, Hq, S, Dv], lse [B, Hq, S] with the sinks in it, and the number of this call (int64 [1], CPU)."""
     tensors = (query, key, value)
@@ -127,13 +125,13 @@ def _(query, key, value, sinks, documents, prefix, table, request, scale, softca
 def attend_backward(
     dout: Tensor,
     saved: list[Tensor],
-    sinks: Optional[Tensor],
-    documents: Optional[Tensor],
-    prefix: Optional[Tensor],
-    table: Optional[Tensor],
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    prefix: Tensor | None,
+    table: Tensor | None,
     request: str,
-    scale: Optional[float],
-    softcap: Optional[float],
+    scale: float | None,
+    softcap: float | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, dsinks; one that is not needed is empty. `saved`: query, key, value and what `attend` answered."""

@@ -27,7 +27,9 @@ def whole_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
         x = batch.get(name)
         if isinstance(x, Tensor) and x.dim() >= 2:
             return x.shape[0], x.shape[1]
-    raise UsageError(f"the batch has no input_ids, inputs_embeds or labels of [B, S]; it has {', '.join(batch) or 'nothing'}")
+    raise UsageError(
+        f"the batch has no input_ids, inputs_embeds or labels of [B, S]; it has {', '.join(batch) or 'nothing'}"
+    )
 
 
 def documents_of(batch: Mapping[str, Any]) -> Tensor | None:
@@ -63,7 +65,7 @@ def _padding(attention_mask: Any, shape: tuple[int, int]) -> Tensor | None:
 def shard(batch: Mapping[str, Any], layout: layouts.Layout, rank: int) -> dict[str, Any]:
     """This rank's part of a batch, as a new dict; labels are shifted over the whole sequence first."""
     whole = dict(batch)
-    shape = B, S = whole_shape(whole)  # noqa: N806
+    shape = B, S = whole_shape(whole)
     labels = whole.pop("labels", None)
     if labels is not None and whole.get("shift_labels") is None:
         whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -92,7 +94,7 @@ def _sequence_dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
 # ------------------------------------------------------------------------------------------------ whole tensors
 def unshard(x: Tensor, dim: int, teams: list[Team], layout: str) -> Tensor:
     """The whole tensor in order on every rank. Differentiable: a part's gradient is the sum of all ranks' for it."""
-    return Unshard.apply(x, dim % x.dim(), teams, layout)  # type: ignore[no-any-return]
+    return Unshard.apply(x, dim % x.dim(), teams, layout)
 
 
 class Unshard(torch.autograd.Function):

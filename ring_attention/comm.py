@@ -48,7 +48,7 @@ class Team:
     """One process group as this package uses it. Ranks are those inside the group."""
 
     def __init__(self, name: str) -> None:
-        self.group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)
+        self.group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         self.rank, self.size = self.group.rank(), self.group.size()
         config = str(dist.get_backend_config(self.group))
         self.speaks_cpu = "cpu:" in config
@@ -63,7 +63,7 @@ class Team:
         if not held:
             return Pending(self, [], held)
         if held[0].device.type == "cpu":
-            works = []
+            works: list[tuple[dist.Work | None, int | None]] = []
             for moves, call, side in ((receives, dist.irecv, "group_src"), (sends, dist.isend, "group_dst")):
                 for x, peer in moves:
                     with self.watching(peer):
@@ -178,7 +178,9 @@ def agree(teams: Sequence[Team], call: Call) -> Answer:
     text = json.dumps(call.described)
     checksum = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     lengths = [*call.lengths, *[0] * (NUM_LENGTHS - len(call.lengths))]
-    told = _spread(teams, torch.tensor([checksum, call.problem is not None, secrets.randbits(62), dist.get_rank(), *lengths]))
+    told = _spread(
+        teams, torch.tensor([checksum, call.problem is not None, secrets.randbits(62), dist.get_rank(), *lengths])
+    )
     rows: list[list[int]] = told.tolist()
     if any(row[1] or row[0] != rows[0][0] for row in rows):
         _complain(teams, [row[3] for row in rows], json.dumps([call.described, call.problem]))
@@ -256,7 +258,9 @@ class Ring:
         return received
 
 
-def all_to_all(team: Team, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], tag: int = HEADS) -> list[Tensor]:
+def all_to_all(
+    team: Team, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], tag: int = HEADS
+) -> list[Tensor]:
     """`sends[p]` goes to rank p; what comes from rank p has shape `shapes[p]`. The own part is not copied."""
     received = [sends[p] if p == team.rank else sends[p].new_empty(shapes[p]) for p in range(team.size)]
     others = [(team.rank + distance) % team.size for distance in range(1, team.size)]

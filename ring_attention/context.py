@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 
 from ring_attention import batch as batches
-from ring_attention import comm, layouts, loss
+from ring_attention import comm, loss
 from ring_attention.batch import IGNORE_INDEX
 from ring_attention.comm import Group, Team
 from ring_attention.errors import UsageError
@@ -134,7 +133,12 @@ class ContextParallel:
 
     # -- losses
     def cross_entropy(
-        self, logits: Tensor, shift_labels: Tensor, ignore_index: int = IGNORE_INDEX, *, tokens: Tensor | int | None = None
+        self,
+        logits: Tensor,
+        shift_labels: Tensor,
+        ignore_index: int = IGNORE_INDEX,
+        *,
+        tokens: Tensor | int | None = None,
     ) -> Tensor:
         """Mean over the valid tokens of all ranks of the group; the same value on every rank.
 
@@ -160,9 +164,7 @@ class ContextParallel:
             hidden, weight, shift_labels, self._teams, ignore_index, tokens, bias, chunk_tokens
         )
 
-    def num_tokens(
-        self, shift_labels: Tensor, group: Group | None = None, ignore_index: int = IGNORE_INDEX
-    ) -> Tensor:
+    def num_tokens(self, shift_labels: Tensor, group: Group | None = None, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Number of valid labels, summed over `group`, or over the ranks of this context. int64 scalar"""
         teams = self._teams if group is None else [Team(name) for name in comm.group_names(group).split("|")]
         return loss.num_tokens(shift_labels, teams, ignore_index)

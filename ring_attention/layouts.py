@@ -9,6 +9,7 @@ every rank, so that a causal mask over a rank's own tokens is causal over their 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -186,19 +187,15 @@ class Balanced(Explicit):
         return cls(mask, seq_len, world_size)
 
 
-def _deal(
-    work: Positions, border: list[int], world_size: int, equal_share: bool
-) -> tuple[list[list[Span]], list[int]]:
+def _deal(work: Positions, border: list[int], world_size: int, equal_share: bool) -> tuple[list[list[Span]], list[int]]:
     """Chunks -> ranks, heaviest first to the least loaded; `equal_share` lets no rank take more chunks than another."""
     sums = np.concatenate([[0], np.cumsum(work)])
-    chunks = [(int(sums[b] - sums[a]), a, b) for a, b in zip(border, border[1:], strict=False)]
+    chunks = [(int(sums[b] - sums[a]), a, b) for a, b in itertools.pairwise(border)]
     most = -(-len(chunks) // world_size) if equal_share else len(chunks)
     held: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for weight, a, b in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1])):
-        rank = min(
-            (r for r in range(world_size) if len(held[r]) < most), key=lambda r: (loads[r], len(held[r]), r)
-        )
+        rank = min((r for r in range(world_size) if len(held[r]) < most), key=lambda r: (loads[r], len(held[r]), r))
         held[rank].append((a, b))
         loads[rank] += weight
     return [_joined(sorted(mine)) for mine in held], loads
@@ -236,13 +233,20 @@ def merged(layout: Layout, neighbours: int) -> Layout:
 @lru_cache(maxsize=256)
 def parse(spec: str, seq_len: int | None = None) -> Layout:
     """The layout of a `spec`; `seq_len` stands in for a `?`."""
-    name, length, world_size, *rest = spec.split(":")
-    length = int(length) if length != "?" else seq_len
+    name, told, world_size, *rest = spec.split(":")
+    length = int(told) if told != "?" else seq_len
+    if length is None:
+        raise AssertionError(f"the length of {spec} is not known yet")
     plain: dict[str, Callable[[int, int], Layout]] = {c.__name__: c for c in (Contiguous, ZigZag, Striped)}
     if name in plain:
         return plain[name](length, int(world_size))
-    spans = [[tuple(map(int, s.split("-"))) for s in mine.split(",") if s] for mine in rest[0].split("/")]
+    spans = [[_span(s) for s in mine.split(",") if s] for mine in rest[0].split("/")]
     return Explicit(length, int(world_size), spans)
+
+
+def _span(text: str) -> Span:
+    start, stop, step = map(int, text.split("-"))
+    return start, stop, step
 
 
 def is_pending(spec: str) -> bool:

@@ -7,7 +7,6 @@ N tokens of this rank, V size of the vocabulary, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,8 +112,8 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled: Callable[[Tensor | None, torch.dtype], Tensor | None] = (
-            lambda x, dtype: None if x is None else (x * grad).to(dtype)
-        )
+        def scaled(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            return None if x is None else (x * grad).to(dtype)
+
         grads = [scaled(x, dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return (*grads, None, None, None)

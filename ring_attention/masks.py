@@ -122,7 +122,7 @@ class Mask:
         return allow
 
     def mod_table(self, i: Tensor, j: Tensor, batch: int, heads: int) -> Tensor | None:
-        """`mask_mod` over positions i x j: booleans `[B or 1, H or 1, len(i), len(j)]`, or None without a `mask_mod`."""
+        """`mask_mod` over positions i x j: booleans `[B or 1, H or 1, len(i), len(j)]`; None without one."""
         if self.mask_mod is None:
             return None
         b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[None, :, None, None]

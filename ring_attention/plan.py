@@ -12,6 +12,7 @@ would take too many (strides that differ, ids that alternate) the block is *dens
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -119,7 +120,6 @@ def cached(layout: str, key_layout: str, mask: str, tensors: MaskTensors, rank: 
     return make(layouts.parse(layout), layouts.parse(key_layout), rule, rank, dense=dense)
 
 
-
 def blocks(i: Positions, j: Positions, mask: Mask, *, dense: bool = False) -> tuple[Block, ...]:
     """What queries at positions i see of keys at positions j (both ascending), as blocks that do not overlap."""
     if not len(i) or not len(j):
@@ -156,9 +156,7 @@ def _bands(i: Positions, j: Positions, mask: Mask, rule: RowRule) -> list[Block]
     return found
 
 
-def _same_document(
-    i: Positions, j: Positions, rule: RowRule
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def _same_document(i: Positions, j: Positions, rule: RowRule) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Runs of queries and runs of keys of one document."""
     if rule.ids is None:
         yield (0, len(i)), (0, len(j))
@@ -174,7 +172,7 @@ def _same_document(
 def _document_runs(ids: Positions) -> Iterator[tuple[int, tuple[int, int]]]:
     """(id, (start, stop)) of each run of equal ids; padding left out."""
     breaks = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
-    for start, stop in zip(breaks, breaks[1:], strict=False):
+    for start, stop in itertools.pairwise(breaks):
         if ids[start] >= 0:
             yield int(ids[start]), (start, stop)
 
@@ -188,7 +186,7 @@ def _stretches(low: Positions, high: Positions) -> Iterator[Block]:
     groups = np.flatnonzero((np.diff(steps) != 0).any(0) | np.diff(broken)) + 1
     borders = [0, *groups.tolist(), len(broken)] if len(broken) else [0]
     start, low_rose, high_stopped = 0, False, False
-    for first, after in zip(borders, borders[1:], strict=False):
+    for first, after in itertools.pairwise(borders):
         low_rises, high_rises = (steps[:, first] != 0).tolist()
         cut = broken[first] or (low_rose and not low_rises) or (high_stopped and high_rises)
         ends = [first + 1]
@@ -259,6 +257,4 @@ def part(block: Block, queries: tuple[int, int], keys: tuple[int, int]) -> Block
         low = None
     if high is not None and high >= qb - qa - 1:
         high = None
-    return replace(
-        block, q0=block.q0 + qa, q1=block.q0 + qb, k0=block.k0 + ka, k1=block.k0 + kb, low=low, high=high
-    )
+    return replace(block, q0=block.q0 + qa, q1=block.q0 + qb, k0=block.k0 + ka, k1=block.k0 + kb, low=low, high=high)

@@ -139,7 +139,9 @@ class Setting:
         steps = plan.cached(
             ours.spec, theirs.spec, asked.request.mask, asked.tensors, place // width, asked.table is not None
         )
-        kernel = kernels.choose(asked.device, asked.dtype, asked.scores, max(asked.sizes.head_dim, asked.sizes.value_dim))
+        kernel = kernels.choose(
+            asked.device, asked.dtype, asked.scores, max(asked.sizes.head_dim, asked.sizes.value_dim)
+        )
         ahead = ours.world_size if choice.strategy == "gather" else 1
         self.rounds = Rounds(ring, steps, kernel, ahead, asked.table)
 
@@ -173,23 +175,21 @@ class Setting:
         if self._key_index is not None:
             first, last = self._split.keys[self._heads.rank]
             index = self._key_index.to(dk.device)
-            dk, dv = (
-                x.new_zeros((x.shape[0], last - first, *x.shape[2:])).index_add_(1, index, x) for x in (dk, dv)
-            )
+            dk, dv = (x.new_zeros((x.shape[0], last - first, *x.shape[2:])).index_add_(1, index, x) for x in (dk, dv))
         dq = self._queries.to_sequence(dq, self._split.queries, self._sizes.heads)
         dk, dv = (self._keys.to_sequence(x, self._split.keys, self._sizes.kv_heads) for x in (dk, dv))
         return dq, dk, dv
 
 
 # ------------------------------------------------------------------------------------------------ checks
-def _input_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None) -> str | None:
+def _input_problem(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None
+) -> str | None:
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         return f"query, key and value must be [B, H, S, D]; shapes are {shapes}"
     if len({query.dtype, key.dtype, value.dtype}) > 1 or not query.dtype.is_floating_point:
-        return (
-            f"query, key and value must have one floating dtype; got {query.dtype}, {key.dtype} and {value.dtype}"
-        )
+        return f"query, key and value must have one floating dtype; got {query.dtype}, {key.dtype} and {value.dtype}"
     if len({query.device, key.device, value.device}) > 1:
         return f"query, key and value are on {query.device}, {key.device} and {value.device}"
     if not query.shape[0] == key.shape[0] == value.shape[0]:
@@ -199,7 +199,9 @@ def _input_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | No
     if key.shape[2] != value.shape[2] or query.shape[3] != key.shape[3]:
         return f"key and value must have one length, query and key one head dim; shapes are {shapes}"
     if sinks is not None and (tuple(sinks.shape) != (query.shape[1],) or not sinks.dtype.is_floating_point):
-        return f"sinks must be floating [{query.shape[1]}], one for each query head; got {sinks.dtype} {list(sinks.shape)}"
+        return (
+            f"sinks must be floating [{query.shape[1]}], one for each query head; got {sinks.dtype} {list(sinks.shape)}"
+        )
     if softcap is not None and not softcap > 0:
         return f"softcap must be positive, got {softcap}"
     return None
@@ -241,4 +243,3 @@ def _check_documents(mask: Mask, layout: Layout, key_layout: Layout) -> None:
             f"documents have length {length}; they are ids of the whole sequence, whose seq_len is {layout.seq_len} "
             f"for queries and {key_layout.seq_len} for keys"
         )
-

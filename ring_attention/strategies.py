@@ -1,10 +1,10 @@
 """Strategies: every one is a ring of some ranks over head exchanges of the others.
 
-    ring      all ranks in the ring, the next keys travel while the ones at hand are used
-    gather    the same ring with all transfers posted at once: one round of latency, all keys in memory
-    ulysses   all ranks exchange heads, a ring of one
-    hybrid    a 2-D mesh: the first axis is the ring, the ranks of the second exchange heads
-    auto      on a 1-D group the cheapest of the first three by the estimate below, on a 2-D mesh hybrid
+ring      all ranks in the ring, the next keys travel while the ones at hand are used
+gather    the same ring with all transfers posted at once: one round of latency, all keys in memory
+ulysses   all ranks exchange heads, a ring of one
+hybrid    a 2-D mesh: the first axis is the ring, the ranks of the second exchange heads
+auto      on a 1-D group the cheapest of the first three by the estimate below, on a 2-D mesh hybrid
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ U ranks of the team, B batch, H heads, S the rank's own tokens, T the tokens of 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ class Split:
         # whole groups where they deal out evenly, so that no key/value head is needed twice
         unit = groups if num_kv_heads % size == 0 else 1
         border = [unit * (rank * (num_heads // unit) // size) for rank in range(size + 1)]
-        queries = tuple(zip(border, border[1:], strict=False))
+        queries = tuple(itertools.pairwise(border))
         keys = tuple((a // groups, -(-b // groups) if b > a else a // groups) for a, b in queries)
         return cls(queries, keys, groups)
 

@@ -1,7 +1,7 @@
 """transformers: an attention implementation of its own name, and the mask function that goes with it.
 
-While `with cp:` is open the mask function answers with a `ShardedMask`, an object that layers pass on untouched and that
-carries all attention needs. Activation checkpointing keeps it with the layer's other arguments, so recomputation works
+While `with cp:` is open the mask function answers with a `ShardedMask`, an object that layers pass on untouched and
+that carries all attention needs. Activation checkpointing keeps it with the layer's other arguments, so recomputation works
 wherever backward runs. Outside `with cp:` both functions hand over to the implementation the model had before.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ring_attention.errors import UsageError
@@ -73,7 +72,9 @@ def attach(model: nn.Module) -> Attachment:
         raise UsageError(f"{type(model).__name__} is attached already; detach it first")
     names = {path: _register("eager" if old == "eager" else "sdpa") for path, old in before.items()}
     _select(model, names)
-    left = [path or "the model" for path, config in _configs(model).items() if config._attn_implementation != names[path]]
+    left = [
+        path or "the model" for path, config in _configs(model).items() if config._attn_implementation != names[path]
+    ]
     if left:
         _select(model, before)
         raise UsageError(f"{type(model).__name__} does not take its attention from the registry ({', '.join(left)})")
@@ -100,8 +101,8 @@ def sharded_attention(
     causal = options.get("is_causal")
     if attention_mask is not None or (getattr(module, "is_causal", False) if causal is None else causal):
         inside.holder.sharding.refuse(
-            f"{type(module).__name__} got an attention_mask of its own ({type(attention_mask).__name__}) inside `with cp`; "
-            "tell padding and documents through cp.shard(batch)"
+            f"{type(module).__name__} got an attention_mask of its own ({type(attention_mask).__name__}) inside "
+            "`with cp`; tell padding and documents through cp.shard(batch)"
         )
     inside.paused = True  # a tower that is not split, such as vision
     try:
@@ -166,7 +167,9 @@ class Rule:
 
     def _add(self, function: Callable[..., Any], sharding: Sharding) -> None:
         name = function.__qualname__.split(".")[0]
-        held = dict(zip(function.__code__.co_freevars, [c.cell_contents for c in function.__closure__ or ()], strict=True))
+        held = dict(
+            zip(function.__code__.co_freevars, [c.cell_contents for c in function.__closure__ or ()], strict=True)
+        )
         match name:
             case "causal_mask_function":
                 self.causal = True
@@ -234,9 +237,12 @@ def _refuse_state(model: nn.Module) -> None:
                 f"{name} ({kind}) carries state along the sequence; parts of a sequence on different ranks would each "
                 "start anew. Models with such layers cannot be split along the sequence"
             )
-    config: Any = model.config.get_text_config()
+    whole: Any = model.config
+    config = whole.get_text_config()
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in STATE_LAYER_TYPES:
             raise UsageError(f"layer {index} ({kind}) carries state along the sequence and cannot be split over ranks")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UsageError(f"{type(model).__name__} is an encoder-decoder model; only decoders and encoders can be attached")
+    if getattr(whole, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{type(model).__name__} is an encoder-decoder model; only decoders and encoders can be attached"
+        )

@@ -22,9 +22,7 @@ class BlockKernel(Protocol):
     def cut(self, block: Block) -> Iterable[Block]:
         """The block as blocks that this kernel computes in one call each."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None) -> tuple[Tensor, Tensor]:
         """q [B, Hq, L, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> out [B, Hq, L, Dv], lse [B, Hq, L].
 
         `table` is the mask of a dense block, booleans that broadcast to [B, Hq, L, K]. lse is a natural logarithm with
@@ -32,7 +30,15 @@ class BlockKernel(Protocol):
         """
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, table: Tensor | None
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        table: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this block, given `out` and `lse` of the whole row. Rows that see nobody come with lse 0."""
 

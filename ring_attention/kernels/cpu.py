@@ -31,11 +31,10 @@ class CpuKernel:
             return (block,)
         return _cut(part(block, (0, block.queries), (0, block.keys)))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None) -> tuple[Tensor, Tensor]:
         if _turned(block):
-            out, lse = self.forward(*(x.flip(2) for x in (q, k, v)), _straight(block), None)
+            q, k, v = (x.flip(2) for x in (q, k, v))
+            out, lse = self.forward(q, k, v, _straight(block), None)
             return out.flip(2), lse.flip(2)
         q, k, v, width = *_one_width(q, k, v), v.shape[-1]
         out, lse = self._forward(q, k, v, 0.0, _causal(block), attn_mask=_bias(block, table, q.dtype), scale=self.scale)
@@ -44,10 +43,19 @@ class CpuKernel:
         return out[..., :width], lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, table: Tensor | None
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        table: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if _turned(block):
-            grads = self.backward(*(x.flip(2) for x in (dout, q, k, v, out, lse)), _straight(block), None)
+            dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
+            grads = self.backward(dout, q, k, v, out, lse, _straight(block), None)
             return grads[0].flip(2), grads[1].flip(2), grads[2].flip(2)
         dim, width = q.shape[-1], v.shape[-1]
         q, k, v = _one_width(q, k, v)
@@ -98,7 +106,7 @@ def _band_bias(queries: int, keys: int, low: int | None, high: int | None, dtype
 
 def _cut(block: Block) -> Iterator[Block]:
     """A band as full blocks, causal ones and causal ones turned around."""
-    L, K, low, high = block.queries, block.keys, block.low, block.high  # noqa: N806
+    L, K, low, high = block.queries, block.keys, block.low, block.high
     if low is None and high is None:
         yield block
     elif high is None:

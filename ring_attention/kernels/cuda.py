@@ -27,9 +27,7 @@ class CudaKernel:
     def cut(self, block: Block) -> Iterable[Block]:
         return self._dense.cut(block) if block.dense else (block,)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None) -> tuple[Tensor, Tensor]:
         if table is not None:
             return self._dense.forward(q, k, v, block, table)
         dim, width = q.shape[-1], v.shape[-1]
@@ -40,7 +38,15 @@ class CudaKernel:
         return out.transpose(1, 2)[..., :width], lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, table: Tensor | None
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        table: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if table is not None:
             return self._dense.backward(dout, q, k, v, out, lse, block, table)
@@ -62,7 +68,7 @@ def _seq_major(x: Tensor, width: int) -> Tensor:
 
 
 def _window(block: Block) -> dict[str, int | None]:
-    """The band as a window. The operation lines up the last query with the last key, a block its first with its first."""
+    """The band as a window. The operation lines up the last query with the last key, a block the first ones."""
     shift = block.keys - block.queries
     return {
         "window_size_left": -1 if block.high is None else block.high + shift,

@@ -22,9 +22,7 @@ class ReferenceKernel:
         for start in range(0, block.queries, rows):
             yield part(block, (start, min(start + rows, block.queries)), (0, block.keys))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, table: Tensor | None) -> tuple[Tensor, Tensor]:
         scores, _ = self._scores(q, k, block, table)
         lse = torch.logsumexp(scores, -1)  # [B, Hkv, G, L]
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
@@ -32,7 +30,15 @@ class ReferenceKernel:
         return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, table: Tensor | None
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        table: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores, slope = self._scores(q, k, block, table)
         wide, heads = scores.dtype, (k.shape[1], -1)
@@ -62,4 +68,3 @@ class ReferenceKernel:
         elif block.low is not None or block.high is not None:
             scores = scores.masked_fill(~banded(block).to(scores.device), -torch.inf)
         return scores, slope
-
