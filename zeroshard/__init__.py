@@ -1,0 +1,16 @@
+"""zeroshard: optimizer state, gradients and parameters partitioned over ranks, around any PyTorch loop."""
+
+from .api import shard
+from .config import DivergenceError, Precision, ShardError, StallError
+from .reading import full_gradients, full_state_dict, gathered
+
+__all__ = [
+    "DivergenceError",
+    "Precision",
+    "ShardError",
+    "StallError",
+    "full_gradients",
+    "full_state_dict",
+    "gathered",
+    "shard",
+]

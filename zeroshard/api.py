@@ -1,0 +1,176 @@
+"""`shard` wires everything; the other calls of the public interface that need no file of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from . import comm, hooks
+from .config import DivergenceError, Options, Precision, ShardError
+from .guard import Guard
+from .optimizer import Stepper
+from .partition import UnitPlan, clean, keep_fp32_modules, partition
+from .runtime import Counters, Runtime, Scope
+from .unit import Unit
+
+
+def shard(
+    model: nn.Module,
+    optimizer: optim.Optimizer | Sequence[optim.Optimizer] | None = None,
+    *,
+    stage: int = 3,
+    mesh: Any = None,
+    units: Any = None,
+    precision: Precision | None = None,
+    reduce: str = "mean",
+    prefetch: int = 1,
+) -> tuple[nn.Module, Any]:
+    """Shards `model` and `optimizer` in place over the ranks of `mesh` and returns them: the same objects.
+
+    Args:
+        model: any module. Rank 0's values and buffers become everybody's.
+        optimizer: one optimizer, a list of them, or `None` for a model that is not trained.
+        stage: 0 replicates everything, 1 shards optimizer state, 2 gradients too, 3 parameters too (ZeRO,
+            https://arxiv.org/abs/1910.02054). A choice of memory, never of numbers.
+        mesh: `None` the world, a `ProcessGroup`, a 1-D `DeviceMesh` (shard), or a 2-D one (replicate, shard).
+        units: what is gathered together: module classes, modules, or patterns on dotted names. `None`: repeated blocks.
+        precision: dtypes of compute and reduction. `None` changes no dtype.
+        reduce: `"mean"` or `"sum"` of the ranks' gradients.
+        prefetch: how many units are gathered ahead of use (stage 3).
+
+    Raises:
+        ShardError: an argument that does not fit; its text says what was expected.
+        DivergenceError: the ranks did not call with the same model and options.
+    """
+    options = Options.check(stage, units, precision, reduce, prefetch)
+    if not isinstance(model, nn.Module):
+        raise ShardError(f"shard takes a torch.nn.Module, got {type(model).__name__}")
+    if "_zeroshard" in model.__dict__:
+        raise ShardError("this model is sharded already; give all its optimizers to the first call of shard as a list")
+    optimizers = _optimizers(model, optimizer)
+    guard = Guard()
+    topology = comm.topology(mesh, guard)
+    plans = partition(model, options)
+    _agree(plans, options, topology, guard)
+    runtime = _build(model, plans, options, topology, guard)
+    for each in optimizers:
+        Stepper(each, runtime)
+    runtime.has_optimizer = bool(optimizers)
+    return model, optimizer
+
+
+def _optimizers(model: nn.Module, optimizer: Any) -> list[optim.Optimizer]:
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, optim.Optimizer):
+            raise ShardError(f"optimizer is a {type(each).__name__}: expected a torch.optim.Optimizer, a list of them, or None")
+    return optimizers
+
+
+def _agree(plans: list[UnitPlan], options: Options, topology: comm.Topology, guard: Guard) -> None:
+    """Every rank's model and options, compared before anything else travels."""
+    here = {
+        "stage": int(options.stage),
+        "reduce": options.reduce,
+        "precision": str(options.precision),
+        "parameters": [
+            [names[0], list(param.shape), str(param.dtype), plan.name]
+            for plan in plans
+            for param, names in zip(plan.params, plan.names, strict=True)
+        ],
+        "token": secrets.token_hex(8),
+    }
+    told = {rank: json.loads(text) for rank, text in topology.exchange_bytes("shard", json.dumps(here).encode())}
+    first = min(told)
+    token = told[first].pop("token")
+    for rank, theirs in sorted(told.items()):
+        theirs.pop("token", None)
+        for key, value in told[first].items():
+            if theirs[key] != value:
+                raise DivergenceError(
+                    f"shard was called with different {key} on ranks {first} and {rank}: {_difference(value, theirs[key])}"
+                )
+    guard.start(token, sorted(told), topology.channels)
+
+
+def _difference(one: Any, two: Any) -> str:
+    if isinstance(one, list):
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                return f"{a} and {b}"
+        return f"{len(one)} and {len(two)} parameters"
+    return f"{one!r} and {two!r}"
+
+
+def _device(plans: list[UnitPlan]) -> torch.device:
+    """Where the parameters are; for the meta device, where they will be."""
+    for plan in plans:
+        for param in plan.params:
+            if param.device.type != "meta":
+                return param.device
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: comm.Topology, guard: Guard) -> Runtime:
+    device = _device(plans)
+    modules = {clean(name): module for name, module in model.named_modules()}
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != "meta" and not buffer.is_sparse:
+            values = buffer.detach().contiguous()
+            topology.broadcast(f"buffer {clean(name)}", values)
+            if values.data_ptr() != buffer.data_ptr():
+                buffer.detach().copy_(values)
+    units = [Unit(plan, index, topology, options, device) for index, plan in enumerate(plans)]
+    scopes: list[Scope] = []
+    homes: list[nn.Module] = []
+    for module in dict.fromkeys(plan.module for plan in plans):
+        mine = tuple(u for u, plan in zip(units, plans, strict=True) if plan.module is module and not u.alias)
+        if mine:
+            scopes.append(Scope(len(scopes), mine[0].name, mine))
+            homes.append(module)
+    runtime = Runtime(units, scopes, topology, options, guard)
+    for module, scope in zip(homes, scopes, strict=True):
+        hooks.watch_module(module, runtime, scope)
+    compute = options.precision.compute if options.precision is not None else None
+    if compute is not None:
+        hooks.cast_calls(model, compute, back=False)
+        for name in sorted(keep_fp32_modules(modules, options)):
+            hooks.cast_calls(modules[name], torch.float32, back=True)
+    for unit in units:
+        for entry in unit.entries:
+            hooks.watch_gradients(entry, runtime)
+    model.__dict__["_zeroshard"] = runtime
+    model.__dict__["no_sync"] = NoSync(runtime)
+    return runtime
+
+
+class NoSync:
+    """`with model.no_sync():` gradients accumulate without communication where the stage allows it."""
+
+    def __init__(self, runtime: Runtime):
+        self._runtime = runtime
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._runtime.backward.no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._runtime.backward.no_sync_depth -= 1
+
+
+# ------------------------------------------------------------------------------------------ reading a sharded model
+
+
+def runtime_of(model: nn.Module, call: str) -> Runtime:
+    runtime = model.__dict__.get("_zeroshard") if isinstance(model, nn.Module) else None
+    if runtime is None:
+        raise ShardError(f"{call} takes a model that zeroshard.shard has sharded, got {type(model).__name__}")
+    return runtime

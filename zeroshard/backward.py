@@ -1,0 +1,226 @@
+"""Gradients of one backward: they arrive, fill a unit, are reduced while backward goes on, and are settled at its end.
+
+    chain    the units expected to get a gradient, in the order they are reduced on every rank: by falling index, never by
+             arrival. A unit is reduced early only when all before it in the chain were
+    round    one reduction of a unit; a gradient that arrives after it takes part in another one
+    settle   at the end the ranks tell each other what arrived where. Every rank then reduces the same units: a gradient
+             missing here counts as zero if another rank has one, and stays `None` if nobody has
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config import ShardError
+from .unit import Entry, Unit
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+MAX_IN_FLIGHT = 1
+ARRIVED, PENDING = 1, 2
+
+
+class Backward:
+    def __init__(self, runtime: Runtime):
+        self._runtime = weakref.ref(runtime)
+        self.units = runtime.units
+        self.chain = [unit for unit in reversed(self.units) if unit.trainable]
+        self.no_sync_depth = 0
+        self._issued = 0
+        self._in_flight: list[Unit] = []
+        self._tasks: list[int] = []
+
+    @property
+    def runtime(self) -> Runtime:
+        runtime = self._runtime()
+        assert runtime is not None
+        return runtime
+
+    @property
+    def deferred(self) -> bool:
+        """Inside no_sync, at a stage that may keep whole gradients."""
+        return self.no_sync_depth > 0 and not self.runtime.options.stage.release_grads
+
+    # ---- where a backward starts and ends
+
+    def entered(self) -> None:
+        """Some event of a backward. Nested ones (reentrant checkpointing) belong to the outermost."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._tasks:
+            return
+        if not self._tasks:
+            self._issued = 0
+            self.runtime.schedule.begin_reversed("backward", "train")
+        self._tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._left(task))  # type: ignore[attr-defined]
+
+    def _left(self, task: int) -> None:
+        self._tasks.remove(task)
+        if not self._tasks:
+            if self.deferred:
+                self._show_local()
+            else:
+                self.settle()
+            self.runtime.backward_ended()
+
+    def forward_starts(self) -> None:
+        """A forward inside a backward is a recomputation; one outside finds no backward, unless that one was broken off."""
+        if torch._C._current_graph_task_id() != -1:
+            self.entered()
+        elif self._tasks:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """A backward ended in an error: what it had gathered so far is dropped."""
+        self._tasks.clear()
+        for unit in self._in_flight:
+            unit.finish_reduce(set())
+        self._in_flight.clear()
+        for unit in self.units:
+            unit.local, unit.filled, unit.arrived, unit.rounds, unit.grad = None, set(), set(), 0, None
+            for entry in unit.entries:
+                entry.stashed = None
+        self.runtime.backward_ended()
+
+    # ---- arrival
+
+    def before_accumulation(self, entry: Entry) -> None:
+        """Autograd is about to add a gradient to the parameter: it must find none."""
+        unit = entry.unit
+        self.entered()
+        if not self.runtime.has_optimizer:
+            raise ShardError(
+                f"a gradient reached {entry.name}, but shard() was given no optimizer. Pass it: shard(model, optimizer, ...), "
+                "or freeze a model for inference with model.requires_grad_(False)"
+            )
+        if entry.index in unit.arrived:
+            return
+        visible = entry.recover(entry.hide())
+        if visible is None:
+            unit.filled.discard(entry.index)
+        elif visible is not entry.local_view:
+            if self.deferred:
+                unit.fold(entry)
+            else:
+                entry.stashed = visible
+
+    def accumulated(self, entry: Entry) -> None:
+        """Autograd and the user's hooks are done with this parameter."""
+        unit, grad = entry.unit, entry.take_raw()
+        if grad is None:
+            entry.show(entry.stashed)
+            return
+        if grad.requires_grad:
+            raise ShardError(
+                f"backward(create_graph=True) gave {entry.name} a gradient that has a graph, which reduction over ranks would "
+                "cut. Use torch.autograd.grad(..., create_graph=True) and call backward on a loss made of its result"
+            )
+        unit.arrive(entry, grad.to_dense() if grad.is_sparse else grad, keep=self.no_sync_depth > 0)
+        unit.arrived.add(entry.index)
+        if not self.deferred:
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._issued < len(self.chain) and self.chain[self._issued].arrived >= self.chain[self._issued].expected:
+            self._issue(self.chain[self._issued])
+            self._issued += 1
+
+    def _issue(self, unit: Unit) -> None:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._finish(self._in_flight.pop(0))
+        self._drop_cleared(unit)
+        unit.reduce()
+        self.runtime.counters.reductions += 1
+        self._in_flight.append(unit)
+
+    @staticmethod
+    def _drop_cleared(unit: Unit) -> None:
+        """Local gradients of earlier backwards, in no_sync, that were cleared since."""
+        for entry in unit.entries:
+            if entry.index in unit.filled and entry.index not in unit.arrived:
+                if entry.visible() is not entry.local_view:
+                    unit.filled.discard(entry.index)
+                else:
+                    entry.hide()
+
+    def _finish(self, unit: Unit) -> None:
+        alive = set()
+        for entry in unit.entries:
+            if entry.index not in unit.arrived and entry.stashed is None:
+                visible = entry.visible()
+                entry.stashed = entry.recover(visible) if visible is not entry.local_view else None
+            if entry.stashed is not None or unit.rounds:
+                alive.add(entry.index)
+        unit.finish_reduce(alive)
+        unit.rounds += 1
+
+    # ---- the end
+
+    def settle(self) -> None:
+        """Reduces on every rank what arrived on any, then shows the gradients. Collective."""
+        told = self._exchange()
+        issued = max(far for far, _ in told)
+        while self._issued < issued:
+            self._issue(self.chain[self._issued])
+            self._issued += 1
+        place = {unit.index: place for place, unit in enumerate(self.chain)}
+        for unit in reversed(self.units):
+            at = place.get(unit.index, len(self.chain))
+            if any(
+                any(mark & PENDING for mark in marks[unit.index]) and (at >= issued or at < far) for far, marks in told
+            ):
+                self._issue(unit)
+        while self._in_flight:
+            self._finish(self._in_flight.pop(0))
+        present = {unit.index: [any(m) for m in zip(*(marks[unit.index] for _, marks in told))] for unit in self.units}
+        for unit in self.units:
+            self._show(unit, present[unit.index])
+        self.chain = [unit for unit in reversed(self.units) if any(present[unit.index])] or self.chain
+        self._issued = 0
+
+    def _exchange(self) -> list[tuple[int, list[list[int]]]]:
+        """Of every rank: how far it got along the chain; per unit and entry, ARRIVED and PENDING (not yet in a round)."""
+        marks = [self._issued]
+        for unit in self.units:
+            for entry in unit.entries:
+                waits = entry.index in unit.filled
+                marks.append(ARRIVED * (entry.index in unit.arrived or waits) + PENDING * waits)
+        told = []
+        for message in self.runtime.topology.exchange_all("end of backward", torch.tensor(marks, dtype=torch.int32)):
+            far, *flat = message.tolist()
+            of_entry = iter(flat)
+            told.append((far, [[next(of_entry) for _ in unit.entries] for unit in self.units]))
+        return told
+
+    def _show(self, unit: Unit, present: list[bool]) -> None:
+        if unit.arrived:
+            unit.expected = set(unit.arrived)
+        for entry in unit.entries:
+            if present[entry.index] and unit.rounds:
+                entry.show(entry.make_handle())
+            elif entry.stashed is not None:
+                entry.show(entry.stashed)
+            entry.stashed = entry.local_view = None
+        unit.arrived, unit.rounds, unit.grad = set(), 0, None
+
+    def _show_local(self) -> None:
+        for unit in self.units:
+            for entry in unit.entries:
+                if entry.index in unit.arrived:
+                    assert unit.local is not None
+                    entry.local_view = entry.view_of(unit.local)
+                    entry.show(entry.local_view)
+            unit.arrived, unit.grad = set(), None
+
+    def settle_pending(self) -> None:
+        """Before a step: gradients that no_sync left unreduced. Collective if there are any."""
+        if self._tasks:
+            self.abandon()
+            raise ShardError("the last backward did not finish: call optimizer.zero_grad() and run the step again")
+        if any(unit.local is not None for unit in self.units):
+            self._issued = 0
+            self.settle()

@@ -1,0 +1,199 @@
+"""What happens when: before and after a module's forward, when backward wants a weight, when a gradient arrives.
+
+    scope    a module around whose call units are gathered and released
+    use      one such call, seen from backward (saved.py)
+
+The runtime owns the units and knows the model only weakly; the model's hooks own the runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import saved
+from .backward import Backward
+from .comm import Topology
+from .config import Options, ShardError
+from .guard import Guard
+from .schedule import Schedule
+from .unit import Entry, State, Unit
+
+
+@dataclasses.dataclass
+class Counters:
+    """What has happened since `shard`; `stats` shows it."""
+
+    gathers: int = 0
+    reductions: int = 0
+    prefetch_hits: int = 0
+    prefetch_misses: int = 0
+    skipped_steps: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """A module and the units gathered around its call."""
+
+    index: int
+    name: str
+    units: tuple[Unit, ...]
+
+
+class Runtime:
+    def __init__(self, units: Sequence[Unit], scopes: Sequence[Scope], topology: Topology, options: Options, guard: Guard):
+        self.units, self.scopes, self.topology, self.options, self.guard = list(units), list(scopes), topology, options, guard
+        self.counters = Counters()
+        self.schedule = Schedule()
+        self.unit_of_storage: dict[int, Unit] = {}
+        self.entry_of: dict[int, Entry] = {id(entry.param): entry for unit in units for entry in unit.entries}
+        self.scope_of_unit = {unit.index: scope.index for scope in scopes for unit in scope.units}
+        self.has_optimizer = False
+        self.backward = Backward(self)
+        self._depth = 0
+        self._pushed: list[bool] = []
+        self._open: dict[int, set[saved.Use]] = {unit.index: set() for unit in units}
+        for unit in units:
+            unit.runtime = weakref.ref(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardError(
+            "copy.deepcopy of a sharded model. For an average of the weights use zeroshard.EMA(model, decay); for a copy, load "
+            "zeroshard.full_state_dict(model) into an unsharded model"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardError(
+            "a sharded model cannot be pickled. Use zeroshard.save(path, model, optimizer), or torch.save of "
+            "zeroshard.full_state_dict(model)"
+        )
+
+    # ---- forward
+
+    def before_forward(self, scope: Scope) -> None:
+        self.backward.forward_starts()
+        if self._depth == 0:
+            self.schedule.begin(self._phase)
+        self._depth += 1
+        self.need(scope.units, scope.index, self._phase)
+        for unit in scope.units:
+            unit.expose()
+            if unit.releases and torch.is_grad_enabled():
+                unit.use = saved.Use(unit, scope.index, weakref.ref(self))
+        self._pushed.append(any(unit.releases for unit in scope.units) and saved.push(self))
+
+    def after_forward(self, scope: Scope) -> None:
+        if self._pushed.pop():
+            saved.pop()
+        self._depth -= 1
+        for unit in scope.units:
+            unit.conceal()
+            self.release(unit)
+        if self._depth == 0:
+            self.release_unused()
+
+    @property
+    def _phase(self) -> str:
+        return "train" if torch.is_grad_enabled() else "eval"
+
+    @contextlib.contextmanager
+    def using(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Keeps `units` full and their parameters plain, outside any forward."""
+        self.need(units, None, self._phase)
+        for unit in units:
+            unit.expose()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.conceal()
+                self.release(unit)
+
+    def on_the_spot(self, unit: Unit, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls `func` with every sharded parameter among its arguments whole."""
+        units = {unit.index: unit}
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+            entry = self.entry_of.get(id(leaf))
+            if entry is not None and not entry.unit.alias:
+                units[entry.unit.index] = entry.unit
+        chosen = [units[index] for index in sorted(units)]
+        with self.using(chosen):
+            for each in chosen:
+                if each.releases and torch.is_grad_enabled():
+                    each.use = saved.Use(each, self.scope_of_unit.get(each.index, -1), weakref.ref(self))
+            pushed = saved.push(self)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                if pushed:
+                    saved.pop()
+
+    # ---- gather and release
+
+    def need(self, units: Sequence[Unit], scope: int | None, phase: str) -> None:
+        """Makes `units` full, then starts to gather what the schedule expects next."""
+        for unit in units:
+            if unit.needs_gather:
+                self._gather(unit)
+                self.counters.prefetch_misses += unit.releases
+            elif unit.state is State.GATHERING:
+                self.counters.prefetch_hits += 1
+        for unit in units:
+            if unit.state is State.GATHERING:
+                unit.finish_gather()
+        if scope is None or not self.options.prefetch:
+            return
+        for index in self.schedule.use(phase, scope, self.options.prefetch):
+            for unit in self.scopes[index].units:
+                if unit.releases and unit.state is State.SHARDED:
+                    self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        unit.gather()
+        self.unit_of_storage[unit.full_storage] = unit
+        self.counters.gathers += unit.holders.size > 1
+
+    def release(self, unit: Unit) -> None:
+        if unit.releases and unit.users == 0 and not self._open[unit.index] and unit.state is not State.SHARDED:
+            self.unit_of_storage.pop(unit.full_storage, None)
+            unit.release()
+
+    def release_unused(self) -> None:
+        """What was gathered ahead and never used, and what stale graphs hold open."""
+        for unit in self.units:
+            self.release(unit)
+
+    # ---- backward
+
+    def unpack(self, ref: saved.Ref) -> torch.Tensor:
+        """Backward wants a weight of a unit that has been released."""
+        use, unit = ref.use, ref.use.unit
+        self.backward.entered()
+        if not use.open:
+            use.open = True
+            self._open[unit.index].add(use)
+            self.need([unit], use.scope, "backward")
+        elif unit.state is not State.FULL:
+            self.need([unit], None, "backward")
+        use.unpacked += 1
+        assert unit.full is not None
+        tensor = unit.full.as_strided(ref.size, ref.stride, ref.offset)
+        if use.unpacked >= use.packed:
+            use.close()
+        return tensor
+
+    def close_use(self, use: saved.Use) -> None:
+        self._open[use.unit.index].discard(use)
+        self.release(use.unit)
+
+    def backward_ended(self) -> None:
+        for uses in self._open.values():
+            for use in list(uses):
+                use.close()
+        if self._depth == 0:
+            self.release_unused()

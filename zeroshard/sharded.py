@@ -1,0 +1,325 @@
+"""Sharded: a logical tensor of which this rank holds a piece. It answers for the whole, on every rank the same.
+
+    Sharded             what `p.grad` and `p.detach()` are: a tensor of the logical shape around a 1-D piece
+    Partial             a 0-dim answer whose parts are still with the ranks; any use of it adds them up, many at once
+
+Element-wise work stays on the piece. Norms, sums, any/all, comparisons become one collective over the shard group.
+What needs the whole of a parameter gathers its unit; what needs the whole of a gradient raises and says what to call.
+Whatever is called here, every rank must call it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from . import ops
+from .comm import Channel
+from .config import ShardError
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Which elements [start, start + numel) of a flattened tensor of `shape` the piece holds, and who has the rest."""
+
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    channel: Channel
+    name: str
+
+    @property
+    def whole_numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part [numel] of a whole tensor, of the logical shape or broadcast to it."""
+        if whole.shape != torch.Size(self.shape):
+            whole = whole.expand(self.shape)
+        return whole.reshape(-1)[self.start : self.start + self.numel]
+
+
+class Owner(Protocol):
+    """What stands behind a Sharded that is a parameter's value: whole reads and writes are possible."""
+
+    def whole(self) -> torch.Tensor: ...
+
+    def written(self) -> None: ...
+
+
+class Sharded(torch.Tensor):
+    """A tensor of the logical shape, holding this rank's piece (1-D). Made by the engine, not by users."""
+
+    piece: torch.Tensor
+    spec: Spec
+    owner: Owner | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, piece: torch.Tensor, spec: Spec, owner: Owner | None = None) -> Sharded:
+        self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=piece.dtype, device=piece.device)  # type: ignore[attr-defined]
+        self.piece, self.spec, self.owner = piece, spec, owner
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"Sharded({self.spec.name}, shape={tuple(self.shape)}, dtype={self.dtype}, elements {self.spec.start} to "
+            f"{self.spec.start + self.spec.numel} on this rank)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardError(
+            f"{self.spec.name} is sharded: this rank holds {self.spec.numel} of {self.spec.whole_numel} elements, so it "
+            "cannot be pickled. Use zeroshard.save(path, model, optimizer), or torch.save of zeroshard.full_state_dict(model)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Sharded(self.piece.clone(), self.spec, None)
+
+    def tolist(self) -> Any:
+        raise whole_needed("tolist", self)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise whole_needed("numpy", self)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+def whole_needed(what: str, tensor: Sharded) -> ShardError:
+    if tensor.owner is not None:
+        return ShardError(
+            f"{what} on {tensor.spec.name}, which is sharded: use `with zeroshard.gathered(model):` to read whole parameters, "
+            "`gathered(model, write=True)` to edit them, or zeroshard.full_state_dict(model)"
+        )
+    return ShardError(
+        f"{what} on the gradient of {tensor.spec.name}, which is sharded and cannot answer from a part: "
+        "use zeroshard.full_gradients(model)"
+    )
+
+
+# ------------------------------------------------------------------------------------------ dispatch
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    kind = ops.kind_of(func)
+    handler = HANDLERS.get(kind)
+    if handler is not None:
+        result = handler(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return by_the_whole(func, args, kwargs)
+
+
+def first_sharded(args: Any, kwargs: Any = None) -> Sharded:
+    return next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, Sharded))
+
+
+def elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The same on the pieces; whole operands are cut to match. Lists (foreach) go index by index."""
+    like = first_sharded(args, kwargs)
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in arg)]
+    specs = _specs_by_index(lists) if lists else None
+
+    def local(value: Any, spec: Spec | None) -> Any:
+        if isinstance(value, Partial):
+            value = value.resolved()
+        if isinstance(value, Sharded):
+            if spec is not None and (value.spec.start, value.spec.numel) != (spec.start, spec.numel):
+                raise ShardError(f"{func}: {value.spec.name} and {spec.name} are cut in different places")
+            return value.piece
+        if isinstance(value, torch.Tensor) and value.dim() and spec is not None:
+            return spec.cut(value)
+        return value
+
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)) and specs is not None and len(arg) == len(specs):
+            return [local(x, spec) for x, spec in zip(arg, specs, strict=True)]
+        return local(arg, None if specs is not None else like.spec)
+
+    if specs is None and not _same_shape(like, args):
+        return NotImplemented
+    result = func(*[convert(arg) for arg in args], **{name: convert(arg) for name, arg in kwargs.items()})
+    if func._schema.is_mutable:
+        for leaf in tree_flatten(args[0])[0]:
+            if isinstance(leaf, Sharded) and leaf.owner is not None:
+                leaf.owner.written()
+        return args[0] if func._schema.returns else None
+    if specs is not None:
+        return [Sharded(x, spec) if spec is not None else x for x, spec in zip(result, specs, strict=True)]
+    return tree_map(lambda x: Sharded(x, like.spec) if isinstance(x, torch.Tensor) else x, result)
+
+
+def _specs_by_index(lists: Sequence[Any]) -> list[Spec | None]:
+    specs: list[Spec | None] = [None] * max(len(x) for x in lists)
+    for values in lists:
+        for index, value in enumerate(values):
+            if isinstance(value, Sharded):
+                specs[index] = value.spec
+    return specs
+
+
+def _same_shape(like: Sharded, args: Any) -> bool:
+    """No operand makes the result larger than `like`, and every sharded one has the same logical shape."""
+    for arg in tree_flatten(args)[0]:
+        if isinstance(arg, torch.Tensor) and not isinstance(arg, Partial):
+            if isinstance(arg, Sharded) and arg.shape != like.shape:
+                return False
+            if torch.broadcast_shapes(arg.shape, like.shape) != like.shape:
+                return False
+    return True
+
+
+def copying(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """clone, detach, conversions, *_like: the same on the piece; memory formats mean nothing to it."""
+    source = args[0]
+    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    piece = func(source.piece, *args[1:], **kwargs)
+    shares = func in (aten.detach.default, aten.alias.default)
+    return Sharded(piece, source.spec, source.owner if shares else None)
+
+
+def flat_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A view that keeps the order of elements is the same piece under another shape."""
+    source = args[0]
+    shape = torch.empty(source.shape, device="meta").view(*args[1:]).shape
+    return Sharded(source.piece, dataclasses.replace(source.spec, shape=tuple(shape)), source.owner)
+
+
+def filling(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Random numbers are drawn for the whole, so that equal generators give the unsharded values."""
+    target = args[0]
+    whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    func(whole, *args[1:], **kwargs)
+    target.piece.copy_(target.spec.cut(whole))
+    if target.owner is not None:
+        target.owner.written()
+    return target
+
+
+def reduction(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    reduce = ops.REDUCTIONS[func.overloadpacket](func, args, kwargs)
+    if reduce is None:
+        return NotImplemented
+    local, combine, dtype = reduce(args[0].piece, args[0].spec.whole_numel)
+    return Partial(local, combine, dtype, args[0].spec.channel)
+
+
+def foreach_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return [torch.linalg.vector_norm(tensor, order) for tensor in args[0]]
+
+
+def finite_check(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """GradScaler's unscale: every rank learns of an inf that any rank holds."""
+    tensors, found, scale = args
+    channel = first_sharded(tensors).spec.channel
+    func([t.piece if isinstance(t, Sharded) else t for t in tensors], found, scale)
+    found.copy_(torch.stack(channel.exchange_all("found_inf", found)).amax(0))
+
+
+def equality(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    like = first_sharded(args)
+    if any(arg.shape != like.shape for arg in args[:2]):
+        return False
+    same = func(*[x.piece if isinstance(x, Sharded) else like.spec.cut(x) for x in args[:2]], *args[2:], **kwargs)
+    return bool(torch.stack(like.spec.channel.exchange_all("equal", torch.tensor([same]))).all())
+
+
+def by_the_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Only a parameter's value can be gathered. Reads see the whole; writes go to it and come back as the piece."""
+    flat, tree = tree_flatten((args, kwargs))
+    for leaf in flat:
+        if isinstance(leaf, Sharded) and (leaf.owner is None or leaf.spec.name == ""):
+            raise whole_needed(str(func).removeprefix("aten.").split(".")[0], leaf)
+    wholes = [leaf.owner.whole().view(leaf.shape) if isinstance(leaf, Sharded) else leaf for leaf in flat]  # type: ignore[union-attr]
+    wholes = [leaf.resolved() if isinstance(leaf, Partial) else leaf for leaf in wholes]
+    new_args, new_kwargs = tree_unflatten(wholes, tree)
+    if not func._schema.is_mutable:
+        result = func(*new_args, **new_kwargs)
+        return ops.read_only(result) if ops.is_view(func) else result
+    target = args[0]
+    if not isinstance(target, Sharded):
+        return func(*new_args, **new_kwargs)
+    edited = new_args[0].clone()
+    func(edited, *new_args[1:], **new_kwargs)
+    target.piece.copy_(target.spec.cut(edited))
+    target.owner.written()  # type: ignore[union-attr]
+    return target
+
+
+HANDLERS: dict[ops.Kind, Callable[[Any, Any, dict[str, Any]], Any]] = {
+    ops.Kind.ELEMENTWISE: elementwise,
+    ops.Kind.COPYING: copying,
+    ops.Kind.FLAT_VIEW: flat_view,
+    ops.Kind.FILLING: filling,
+    ops.Kind.REDUCTION: reduction,
+    ops.Kind.FOREACH_NORM: foreach_norm,
+    ops.Kind.FINITE_CHECK: finite_check,
+    ops.Kind.EQUALITY: equality,
+}
+
+
+# ------------------------------------------------------------------------------------------ answers in parts
+
+
+class Partial(torch.Tensor):
+    """A scalar of which each rank has a part. Every use resolves it, together with all other partials of that call."""
+
+    local: torch.Tensor
+    combine: Callable[[torch.Tensor], torch.Tensor]
+    channel: Channel
+    value: torch.Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, combine: Any, dtype: torch.dtype, channel: Channel) -> Partial:
+        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=local.device)  # type: ignore[attr-defined]
+        self.local, self.combine, self.channel, self.value = local, combine, channel, None
+        return self
+
+    def resolved(self) -> torch.Tensor:
+        resolve([self])
+        assert self.value is not None
+        return self.value
+
+    def tolist(self) -> Any:
+        return self.resolved().tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.resolved().numpy(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self.resolved())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.resolved().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, tree = tree_flatten((args, kwargs or {}))
+        resolve([leaf for leaf in flat if isinstance(leaf, Partial)])
+        args, kwargs = tree_unflatten([leaf.value if isinstance(leaf, Partial) else leaf for leaf in flat], tree)
+        return func(*args, **kwargs)
+
+
+def resolve(partials: Sequence[Partial]) -> None:
+    """One collective per shard group for all of them. Parts travel as fp64 and are combined in rank order."""
+    channels: dict[Channel, dict[int, Partial]] = {}
+    for partial in partials:
+        if partial.value is None:
+            channels.setdefault(partial.channel, {})[id(partial)] = partial
+    for channel, waiting in channels.items():
+        todo = list(waiting.values())
+        parts = torch.stack(channel.exchange_all("norms and sums", torch.stack([p.local.double() for p in todo])))
+        for index, partial in enumerate(todo):
+            partial.value = partial.combine(parts[:, index]).to(partial.dtype)

@@ -1,0 +1,467 @@
+"""Unit: one flat buffer, cut over the ranks. Owns the shard, the full buffer and the gradients of its parameters.
+
+    shard   the master values this rank keeps                     [held_numel]  master dtype, always there
+    full    the whole values, which parameters are views of       [numel]       compute dtype
+    local   whole gradients of this rank, not yet reduced         [numel]       only during a backward, or in no_sync
+    grad    this rank's share of the reduced gradient             [held_numel]  master dtype; kept by the `p.grad`s alone
+
+Where nothing is cast and full stays, the shard is a view of full: an update of one is an update of the other.
+Storage under a parameter is exchanged here and nowhere else. No storage is ever emptied: a released full buffer lives on
+for as long as somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm import Channel, Pending, Topology
+from .config import Options, ShardError
+from .layout import FlatLayout
+from .parameter import ShardedParameter, plain
+from .partition import UnitPlan
+from .sharded import Sharded, Spec
+
+ALIGN_BYTES = 64
+
+
+class State(enum.Enum):
+    """Where the whole values are, and what that costs."""
+
+    SHARDED = "only the shard: nothing beyond it"
+    GATHERING = "on their way into full: one full buffer, which the Pending owns too"
+    FULL = "in full: one full buffer"
+
+
+_MOVES = {
+    (State.SHARDED, State.GATHERING),
+    (State.GATHERING, State.FULL),
+    (State.FULL, State.GATHERING),
+    (State.FULL, State.SHARDED),
+    (State.SHARDED, State.FULL),
+}
+
+
+class Entry:
+    """One parameter of a unit. `param` is the user's object; this says what it stands for at the moment.
+
+    Gradients by where they may be seen: `visible()` is what the user finds as `p.grad`:
+        the handle      Sharded, or the plain tensor where this rank holds all: a view of unit.grad
+        a local view    of unit.local, inside no_sync
+        a foreign one   put there by the user: taken over by `adopt()`
+    """
+
+    def __init__(self, unit: Unit, index: int, param: nn.Parameter, names: tuple[str, ...]):
+        self._unit = weakref.ref(unit)
+        self.index, self.param, self.names = index, param, names
+        self.slot = unit.layout.slots[index]
+        self.start, self.numel, self.offset = unit.held_piece(index)
+        self.spec = Spec(self.slot.shape, self.start, self.numel, unit.holders, self.name)
+        self.local_view: torch.Tensor | None = None
+        self.stashed: torch.Tensor | None = None
+        self.virtual_grad: torch.Tensor | None = None
+        self.node: Any = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        if unit is None:
+            raise ShardError(f"the model that {self.name} belonged to is gone")
+        return unit
+
+    def piece_of(self, held: torch.Tensor) -> torch.Tensor:
+        """This entry's elements of a [held_numel] buffer."""
+        return held[self.offset : self.offset + self.numel]
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This entry's whole tensor in a [numel] buffer."""
+        return flat[self.slot.offset : self.slot.offset + self.slot.numel].view(self.slot.shape)
+
+    # ---- what ShardedParameter asks
+
+    def value(self) -> Sharded:
+        return Sharded(self.piece_of(self.unit.shard), self.spec, self)
+
+    def whole(self) -> torch.Tensor:
+        """The master values, gathered on the spot: a copy."""
+        with self.unit.whole_masters() as masters:
+            return self.view_of(masters).clone()
+
+    def written(self) -> None:
+        self.unit.stale = True
+
+    def set_data(self, data: torch.Tensor) -> None:
+        mine = self.piece_of(self.unit.shard)
+        if isinstance(data, Sharded) and data.piece.data_ptr() == mine.data_ptr() and data.dtype == mine.dtype:
+            return
+        if data.shape != self.param.shape or data.dtype != mine.dtype or data.device.type != mine.device.type:
+            raise ShardError(
+                f"{self.name}.data = a tensor of {tuple(data.shape)} {data.dtype} on {data.device}: the sharded parameter has "
+                f"{tuple(self.param.shape)} {mine.dtype} on {mine.device}. Convert or move the model before zeroshard.shard"
+            )
+        self.value().copy_(data)
+
+    def call_with_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.unit.on_the_spot(func, args, kwargs)
+
+    def get_grad(self) -> torch.Tensor | None:
+        fresh = plain(torch.Tensor.grad.__get__, (self.param,), {})  # type: ignore[attr-defined]
+        return fresh if fresh is not None else self.virtual_grad
+
+    def set_grad(self, grad: torch.Tensor | None) -> None:
+        if grad is not None and (grad.shape != self.param.shape or grad.device.type != self.unit.shard.device.type):
+            raise RuntimeError(
+                f"assigned grad of {self.name} has shape {tuple(grad.shape)} on {grad.device}, expected "
+                f"{tuple(self.param.shape)} on {self.unit.shard.device}"
+            )
+        self.take_raw()
+        self.virtual_grad = grad
+
+    # ---- gradients
+
+    def take_raw(self) -> torch.Tensor | None:
+        """Removes and returns what autograd has accumulated on the parameter itself."""
+        grad = plain(torch.Tensor.grad.__get__, (self.param,), {})  # type: ignore[attr-defined]
+        if grad is not None:
+            plain(torch.Tensor.grad.__set__, (self.param, None), {})  # type: ignore[attr-defined]
+        return grad
+
+    def visible(self) -> torch.Tensor | None:
+        return self.param.grad
+
+    def show(self, grad: torch.Tensor | None) -> None:
+        self.stashed = None
+        if self.unit.alias:
+            self.param.grad = grad
+        else:
+            self.virtual_grad = grad
+
+    def hide(self) -> torch.Tensor | None:
+        """Takes the visible gradient away, so that autograd starts afresh."""
+        if self.unit.alias:
+            return self.take_raw()
+        grad, self.virtual_grad = self.virtual_grad, None
+        return grad
+
+    def recover(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """What a visible gradient is: the handle (then unit.grad is known again), a local view, or adopted from the user.
+
+        A gradient that the user assigned is taken to be the same whole tensor on every rank.
+        """
+        if grad is None or grad is self.local_view:
+            return grad
+        unit, held = self.unit, getattr(grad, "_zeroshard_held", None)
+        if held is not None and held._zeroshard_unit() is unit:
+            unit.grad = held if unit.grad is None else unit.grad
+            if held is unit.grad:
+                return grad
+        source = grad.piece if isinstance(grad, Sharded) else self.spec.cut(grad.to_dense() if grad.is_sparse else grad)
+        self.piece_of(unit.grad_buffer()).copy_(source.detach())
+        return self.make_handle()
+
+    def make_handle(self) -> torch.Tensor:
+        """The gradient as the user sees it. It alone keeps the buffer alive: clearing every `p.grad` frees it."""
+        held = self.unit.grad_buffer()
+        handle = self.view_of(held) if self.unit.plain else Sharded(self.piece_of(held), self.spec)
+        handle._zeroshard_held = held  # type: ignore[attr-defined]
+        return handle
+
+    def grad_piece(self) -> torch.Tensor:
+        return self.piece_of(self.unit.grad_buffer())
+
+
+class Unit:
+    """See the top of the file. `index` orders units on all ranks alike."""
+
+    def __init__(self, plan: UnitPlan, index: int, topology: Topology, options: Options, device: torch.device):
+        self.name, self.index, self.topology = plan.name, index, topology
+        self.dtype, self.compute, self.trainable = plan.dtype, plan.compute, plan.trainable
+        world, stage = topology.shard.size, options.stage
+        self.layout = FlatLayout.of(
+            [tuple(param.shape) for param in plan.params], world, max(1, ALIGN_BYTES // plan.dtype.itemsize)
+        )
+        held_by_all = stage.shards and world > 1
+        self.holders = topology.shard if held_by_all else Channel(None, topology.shard.watch)
+        self.held_numel = self.layout.shard_numel if held_by_all else self.layout.numel
+        self.releases = stage.release_params and held_by_all
+        self.release_grads = stage.release_grads and held_by_all
+        self.alias = plan.compute == plan.dtype and not self.releases
+        self.plain = self.alias and not held_by_all
+        self.mean = options.reduce == "mean"
+        precision = options.precision
+        low = plan.dtype.itemsize < 4 and plan.dtype.is_floating_point
+        self.reduce_dtype = precision.reduce if precision is not None else torch.float32 if low else plan.dtype
+        self.state, self.stale, self.users = State.SHARDED, False, 0
+        self.use: Any = None
+        self.full: torch.Tensor | None = None
+        self.full_storage = 0
+        self.local: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        self.filled: set[int] = set()
+        self.arrived: set[int] = set()
+        self.expected = {i for i, param in enumerate(plan.params) if param.requires_grad}
+        self.rounds = 0
+        self.reducing: Pending | None = None
+        self._gathering: Pending | None = None
+        self.runtime: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
+        self.gather_label, self.reduce_label = f"gather {self.name}", f"reduce {self.name}"
+        self.entries = [
+            Entry(self, i, param, names) for i, (param, names) in enumerate(zip(plan.params, plan.names, strict=True))
+        ]
+        self._take_over(device)
+
+    # ---- layout
+
+    def held_piece(self, index: int) -> tuple[int, int, int]:
+        """(first element of the parameter, elements, offset in the held buffer)."""
+        if self.held_numel == self.layout.numel:
+            slot = self.layout.slots[index]
+            return 0, slot.numel, slot.offset
+        piece = self.layout.piece(index, self.holders.rank)
+        return piece.start, piece.numel, piece.shard_offset
+
+    def held_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a [numel] buffer: a view."""
+        return flat.narrow(0, self.held_numel * self.holders.rank, self.held_numel)
+
+    # ---- the start
+
+    def _take_over(self, device: torch.device) -> None:
+        """Rank 0's values become everybody's; parameters become views of full, or sharded."""
+        on_meta = [entry.param.device.type == "meta" for entry in self.entries]
+        if any(on_meta) and not all(on_meta):
+            raise ShardError(f"{self.name}: some parameters are on the meta device, some are not; build all of them there")
+        flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=device)
+        if not any(on_meta):
+            for entry in self.entries:
+                entry.view_of(flat).copy_(entry.param.detach())
+            self.topology.broadcast(f"initial values of {self.name}", flat)
+        for entry in self.entries:
+            entry.param._zeroshard = weakref.ref(entry)  # type: ignore[attr-defined]
+        self._nan = torch.full((), float("nan") if self.compute.is_floating_point else 0, dtype=self.compute, device=device)
+        if self.alias:
+            self.shard, self.full, self.state = self.held_of(flat), flat, State.FULL
+        else:
+            self.shard = flat if self.held_numel == flat.numel() else self.held_of(flat).clone()
+        for entry in self.entries:
+            if entry.param.grad is not None:
+                raise ShardError(f"{entry.name} has a gradient already: shard the model between steps, after zero_grad()")
+            if self.alias:
+                entry.param.data = entry.view_of(flat)
+            else:
+                entry.param.data = self._nan.expand(entry.slot.shape)
+                entry.param.__class__ = ShardedParameter
+        if not (self.alias or self.releases):
+            self.full = torch.empty(self.layout.numel, dtype=self.compute, device=device)
+            self.full_storage = self.full.untyped_storage()._cdata
+            self._show_data()
+            self.stale = True
+
+    def _show_data(self) -> None:
+        assert self.full is not None
+        set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in self.entries:
+                set_data(entry.param, entry.view_of(self.full))
+
+    # ---- gather and release
+
+    def _move(self, to: State) -> None:
+        if (self.state, to) not in _MOVES:
+            raise ShardError(f"{self.name} is {self.state.name} and cannot become {to.name}")
+        self.state = to
+
+    @property
+    def needs_gather(self) -> bool:
+        return self.state is State.SHARDED or (self.stale and self.state is State.FULL)
+
+    def gather(self) -> None:
+        """Starts to gather. Until `finish_gather` the Pending writes into full."""
+        self._move(State.GATHERING)
+        if self.full is None:
+            self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.shard.device)
+            self.full_storage = self.full.untyped_storage()._cdata
+        own = self.held_of(self.full)
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        self.stale = False
+        self._gathering = self.holders.gather(self.gather_label, self.full)
+
+    @property
+    def gathering(self) -> bool:
+        return self._gathering is not None
+
+    def finish_gather(self) -> None:
+        assert self._gathering is not None
+        pending, self._gathering = self._gathering, None
+        pending.wait()
+        self._move(State.FULL)
+
+    def publish(self) -> None:
+        """Starts to send the stepped shard to everybody, where full stays; elsewhere the next use gathers anyway."""
+        if self.releases:
+            self.stale = True
+        elif self.plain:
+            torch.autograd.graph.increment_version([entry.param for entry in self.entries])
+        else:
+            self.stale = True
+            if self.state is State.SHARDED:
+                self._move(State.FULL)
+            self.gather()
+
+    def release(self) -> None:
+        """Forgets full, if this unit releases it and nobody uses it."""
+        if self.releases and self.users == 0 and self.state is not State.SHARDED:
+            if self.state is State.GATHERING:
+                self.finish_gather()
+            self._move(State.SHARDED)
+            self.full, self.full_storage = None, 0
+
+    def expose(self) -> None:
+        """The first user comes: parameters are plain and whole."""
+        self.users += 1
+        if self.users == 1 and not self.alias:
+            for entry in self.entries:
+                entry.param.__class__ = nn.Parameter
+            if self.releases:
+                self._show_data()
+
+    def conceal(self) -> None:
+        """The last user goes: parameters are sharded again. Does not release."""
+        self.users -= 1
+        if self.users == 0 and not self.alias:
+            with torch._C.DisableTorchFunctionSubclass():
+                for entry in self.entries:
+                    if self.releases:
+                        entry.param.data = self._nan.expand(entry.slot.shape)
+                    entry.param.__class__ = ShardedParameter
+
+    @contextlib.contextmanager
+    def whole_masters(self, label: str = "whole values of") -> Iterator[torch.Tensor]:
+        """A [numel] buffer of master values, for reading. Collective where shards are cut."""
+        if self.held_numel == self.layout.numel:
+            yield self.shard
+        elif self.alias and not self.stale:
+            assert self.full is not None
+            yield self.full
+        else:
+            whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.shard.device)
+            self.held_of(whole).copy_(self.shard)
+            yield self.holders.gather(f"{label} {self.name}", whole).wait()
+
+    @contextlib.contextmanager
+    def masters_exposed(self) -> Iterator[None]:
+        """Parameters are plain, whole and of the master dtype, in a buffer that is unit.full for the time being."""
+        if self.alias and not self.stale:
+            yield
+            return
+        before = self.full, self.full_storage, self.state
+        with self.whole_masters("edits of") as masters:
+            self.full, self.full_storage, self.state = masters.clone(), 0, State.FULL
+            self.users += 1
+            for entry in self.entries:
+                entry.param.__class__ = nn.Parameter
+            self._show_data()
+            try:
+                yield
+            finally:
+                self.full, self.full_storage, self.state = before
+                self.users -= 1
+                self.stale = True
+                with torch._C.DisableTorchFunctionSubclass():
+                    for entry in self.entries:
+                        entry.param.data = (
+                            self._nan.expand(entry.slot.shape) if self.full is None else entry.view_of(self.full)
+                        )
+                        entry.param.__class__ = ShardedParameter
+
+    def on_the_spot(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls `func` with this unit's parameters whole: a weight read outside its module's forward."""
+        runtime = self.runtime()
+        if runtime is None:
+            raise ShardError(f"the model that {self.name} belonged to is gone")
+        return runtime.on_the_spot(self, func, args, kwargs)
+
+    # ---- gradients
+
+    def grad_buffer(self, values: torch.Tensor | None = None) -> torch.Tensor:
+        """unit.grad, made of `values` or of zeros if there is none. Held by the unit within a backward or a step only."""
+        if values is not None or self.grad is None:
+            if values is None:
+                values = torch.zeros(self.held_numel, dtype=self.dtype, device=self.shard.device)
+            values._zeroshard_unit = weakref.ref(self)  # type: ignore[attr-defined]
+            self.grad = values
+        return self.grad
+
+    def arrive(self, entry: Entry, grad: torch.Tensor, keep: bool) -> None:
+        """Puts a gradient of this rank into local. `keep`: it will stay there beyond this backward."""
+        if self.local is None:
+            dtype = self.dtype if keep else grad.dtype
+            self.local, self.filled = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device), set()
+        place = entry.view_of(self.local)
+        if entry.index in self.filled:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            self.filled.add(entry.index)
+
+    def fold(self, entry: Entry) -> None:
+        """The reduced gradient goes back among the local ones, weighted so that the next reduction gives it again."""
+        if self.local is None:
+            self.local, self.filled = torch.empty(self.layout.numel, dtype=self.dtype, device=self.shard.device), set()
+        place = entry.view_of(self.local)
+        if entry.index not in self.filled:
+            place.zero_()
+            self.filled.add(entry.index)
+        shards, replicas = self.topology.shard.size, self.topology.replicate.size
+        weight = (shards * replicas if self.mean else 1) / replicas / (1 if self.held_numel < self.layout.numel else shards)
+        if entry.numel:
+            place.view(-1)[entry.start : entry.start + entry.numel].add_(entry.grad_piece(), alpha=weight)
+
+    def reduce(self) -> None:
+        """Starts to sum local over the ranks. The Pending owns local from here on."""
+        local = self.local
+        if local is None:
+            local = torch.zeros(self.layout.numel, dtype=self.compute, device=self.shard.device)
+        elif len(self.filled) < len(self.entries) or self._has_padding:
+            end = 0
+            for entry in self.entries:
+                local[end : entry.slot.offset].zero_()
+                end = entry.slot.offset + entry.slot.numel if entry.index in self.filled else entry.slot.offset
+            local[end:].zero_()
+        self.local, self.filled = None, set()
+        self.reducing = self.topology.shard.reduce_scatter(self.reduce_label, local, self.reduce_dtype)
+
+    @property
+    def _has_padding(self) -> bool:
+        return sum(slot.numel for slot in self.layout.slots) < self.layout.numel
+
+    def finish_reduce(self, alive: set[int]) -> None:
+        """Adds the sum to grad. `alive`: entries whose earlier gradient still counts."""
+        assert self.reducing is not None
+        pending, self.reducing = self.reducing, None
+        part = self.topology.replicate.all_reduce(f"{self.reduce_label} over replicas", pending.wait())
+        if self.mean:
+            part.div_(self.topology.ranks)
+        part = part.to(self.dtype)
+        if self.held_numel > part.numel():
+            whole = torch.empty(self.layout.numel, dtype=self.dtype, device=part.device)
+            whole.chunk(self.topology.shard.size)[self.topology.shard.rank].copy_(part)
+            part = self.topology.shard.gather(f"{self.reduce_label} for all", whole).wait()
+        if self.grad is None or not alive:
+            self.grad_buffer(part)
+            return
+        for entry in self.entries:
+            if entry.index not in alive:
+                entry.piece_of(self.grad).zero_()
+        self.grad += part
