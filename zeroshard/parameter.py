@@ -81,14 +81,14 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     leaves = tree_leaves((args, kwargs))
     params = [leaf for leaf in leaves if isinstance(leaf, ShardedParameter)]
-    targets = tree_leaves((args[:1] if ops.is_inplace(name) else (), kwargs.get("out")))
-    written = [leaf for leaf in targets if isinstance(leaf, ShardedParameter)]
+    target = (*args, *kwargs.values())[:1] if ops.is_inplace(name) else ()
+    written = [leaf for leaf in tree_leaves((target, kwargs.get("out"))) if isinstance(leaf, ShardedParameter)]
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor))
     if written:
-        if tracked and any(param.requires_grad for param in written):
+        if tracked and func.__module__ != "torch.nn.init" and any(param.requires_grad for param in written):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         func(*tree_map(_value, args), **tree_map(_value, kwargs))
-        return kwargs["out"] if "out" in kwargs else args[0]
+        return kwargs["out"] if "out" in kwargs else target[0]
     if not tracked and (name in _PIECEWISE or name.startswith("_foreach_")):
         return func(*tree_map(_value, args), **tree_map(_value, kwargs))
     result = entry_of(params[0]).call_with_whole(func, args, kwargs)

@@ -126,12 +126,18 @@ class Runtime:
             for each in chosen:
                 if each.releases and torch.is_grad_enabled():
                     each.use = saved.Use(each, self.scope_of_unit.get(each.index, -1), weakref.ref(self))
+            versions = [entry.param._version for each in chosen for entry in each.entries]
             pushed = saved.push(self)
             try:
                 return func(*args, **kwargs)
             finally:
                 if pushed:
                     saved.pop()
+                if versions != [entry.param._version for each in chosen for entry in each.entries]:
+                    raise ShardError(
+                        f"{getattr(func, '__name__', func)} wrote into gathered values of {', '.join(u.name for u in chosen)}, "
+                        "which would be lost. Edit inside `with zeroshard.gathered(model, write=True):`"
+                    )
 
     # ---- gather and release
 

@@ -246,8 +246,6 @@ class Unit:
             for entry in self.entries:
                 entry.view_of(flat).copy_(entry.param.detach())
             self.topology.broadcast(f"initial values of {self.name}", flat)
-        for entry in self.entries:
-            entry.param._zeroshard = weakref.ref(entry)  # type: ignore[attr-defined]
         self._nan = torch.full((), float("nan") if self.compute.is_floating_point else 0, dtype=self.compute, device=device)
         if self.alias:
             self.shard, self.full, self.state = self.held_of(flat), flat, State.FULL
@@ -256,10 +254,13 @@ class Unit:
         for entry in self.entries:
             if entry.param.grad is not None:
                 raise ShardError(f"{entry.name} has a gradient already: shard the model between steps, after zero_grad()")
-            if self.alias:
-                entry.param.data = entry.view_of(flat)
+            data = entry.view_of(flat) if self.alias else self._nan.expand(entry.slot.shape)
+            if entry.param.device.type == data.device.type:
+                entry.param.data = data
             else:
-                entry.param.data = self._nan.expand(entry.slot.shape)
+                _replace_storage(entry.param, data)
+            entry.param._zeroshard = weakref.ref(entry)  # type: ignore[attr-defined]
+            if not self.alias:
                 entry.param.__class__ = ShardedParameter
         if not (self.alias or self.releases):
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=device)
@@ -465,3 +466,10 @@ class Unit:
             if entry.index not in alive:
                 entry.piece_of(self.grad).zero_()
         self.grad += part
+
+
+def _replace_storage(param: nn.Parameter, data: torch.Tensor) -> None:
+    """A meta parameter cannot be given data of another device: the whole tensor behind the same object is exchanged."""
+    other = nn.Parameter(data, requires_grad=param.requires_grad)
+    other.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, other)
