@@ -27,7 +27,7 @@ from accelerate.utils import DistributedType, gather_object, get_int_from_env, r
 
 from zeroshard.api import shard
 from zeroshard.checkpoint import load, save
-from zeroshard.integrations.context import attach
+from zeroshard.integrations.context import attach, context_parallel
 from zeroshard.integrations.parallelism import Parallelism, shard_mesh
 from zeroshard.reading import full_state_dict
 
@@ -78,6 +78,8 @@ class Accelerator(accelerate.Accelerator):
     Raises ValueError for a `parallelism_config` that does not fit, another sharding engine in the YAML, and fp16 on CPU
     (which accelerate would ignore).
     """
+
+    _optimizers: list[Any]  # AcceleratedOptimizer, in the order of prepare
 
     def __init__(
         self,
@@ -137,11 +139,7 @@ class Accelerator(accelerate.Accelerator):
     @functools.cached_property
     def context_parallel(self) -> ContextParallel | None:
         """Splits sequences over the context ranks; None when each rank has whole sequences."""
-        if self.context_parallel_size == 1:
-            return None
-        from ring_attention import ContextParallel
-
-        return ContextParallel(self.torch_device_mesh["cp"])
+        return context_parallel(self.torch_device_mesh["cp"]) if self.context_parallel_size > 1 else None
 
     # -------------------------------------------------------------------------------------------------- prepare
 
@@ -161,10 +159,10 @@ class Accelerator(accelerate.Accelerator):
                 raise ValueError(f"{name} holds parameters of {len(owners)} models. Make one optimizer per model.")
             if owners:
                 owned[id(owners[0])].append(optimizer)
-        done = {id(m): self._shard(m, owned[id(m)]) for m in models}
+        done: dict[int, Any] = {id(m): self._shard(m, owned[id(m)]) for m in models}
         for optimizer in optimizers:
-            done[id(optimizer)] = self.prepare_optimizer(optimizer)
-            done[id(optimizer)]._is_accelerate_prepared = True
+            prepared = done[id(optimizer)] = self.prepare_optimizer(optimizer)
+            prepared._is_accelerate_prepared = True
         return super().prepare(*(done.get(id(a), a) for a in args), device_placement=device_placement)
 
     def prepare_model(
@@ -186,9 +184,7 @@ class Accelerator(accelerate.Accelerator):
         self._sharded.append(prepared)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> torch.optim.Optimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         if any(optimizer is o for p in self._sharded for o in p.optimizers):
             device_placement = False  # accelerate would round-trip the state dict, which gathers every shard
         elif _is_plain_optimizer(optimizer) and any(_holds(optimizer, p.model) for p in self._sharded):
@@ -267,7 +263,7 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def _own_optimizers_hidden(self) -> Iterator[None]:
         """accelerate would write rank 0's pieces and give them to every rank."""
-        everything = self._optimizers
+        everything: list[Any] = self._optimizers
         mine = {id(o) for p in self._sharded for o in p.optimizers}
         self._optimizers = [o for o in everything if id(o.optimizer) not in mine]
         self._writing_state = True

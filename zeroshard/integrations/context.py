@@ -12,6 +12,25 @@ if TYPE_CHECKING:
     from ring_attention import ContextParallel
 
 
+def context_parallel(mesh: Any) -> ContextParallel:
+    """A `ContextParallel` over `mesh` that knows whether it is inside its own `with`, as `active`."""
+    from ring_attention import ContextParallel
+
+    class Entered(ContextParallel):
+        active = False
+
+        def __enter__(self) -> ContextParallel:
+            super().__enter__()
+            self.active = True
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.active = False
+            super().__exit__(*error)
+
+    return Entered(mesh)
+
+
 def transformers_model(module: torch.nn.Module) -> torch.nn.Module | None:
     """The outermost module inside `module` whose attention can be chosen by name, e.g. the model inside a PEFT one."""
     return next((m for m in module.modules() if hasattr(m, "set_attn_implementation")), None)
@@ -31,17 +50,18 @@ def attach(model: torch.nn.Module, cp: ContextParallel) -> None:
 
 
 def _split_batches(model: torch.nn.Module, cp: ContextParallel) -> None:
-    whole = model.forward.__func__  # type: ignore[operator]
+    whole = model.forward.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(whole)
     def forward(self: torch.nn.Module, *args: Any, **batch: Any) -> Any:
-        if cp.active or not _is_sequence(batch):  # the caller split it; or generation with its cache, which is local
+        split_already = getattr(cp, "active", False)
+        if split_already or not _is_sequence(batch):  # generation with a cache is local
             return whole(self, *args, **batch)
         with cp:
             return whole(self, *args, **split_batch(batch, cp))
 
     # The same way accelerate wraps forward for autocast: names, types and hooks of the model stay what they were.
-    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+    model.forward = types.MethodType(forward, model)
 
 
 def _is_sequence(batch: dict[str, Any]) -> bool:
