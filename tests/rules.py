@@ -276,7 +276,7 @@ def import_order(source: Source, order: list[str]) -> list[str]:
     found = []
     for i in source.imports:
         target = source.file_of(i.module)
-        if target is None or not _within(i.module, source.package):
+        if target is None or not _within(i.module, source.package) or i.for_types:
             continue
         if target not in order or order.index(target) >= order.index(source.path):
             found.append(f"{i.line}: {i.module} is not above")

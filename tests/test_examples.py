@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from tests.harness import REPOSITORY, Finished, accelerate_launch, free_port, rank_environment
@@ -63,6 +64,7 @@ SPLITS = {
     "data stage 2": (CPU, ["--stage", "2", "--context-parallel-size", "1"], 2),
     "data stage 3": (CPU, ["--stage", "3", "--context-parallel-size", "1"], 2),
     "context": (CPU, ["--stage", "3"], 1),
+    "context, recomputed": (CPU, ["--stage", "3", "--gradient-checkpointing"], 1),
     "data x context": (DATA_CONTEXT, ["--stage", "2"], 2),
 }
 
@@ -76,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, text: pathlib.Path) -> dict[t
         commands = []
         for name, (yaml_file, options, replicas) in SPLITS.items():
             for accumulation in (1, 2) if yaml_file is group else ():
-                outputs[name, accumulation] = root / f"{name} {accumulation}".replace(" ", "-")
+                outputs[name, accumulation] = root / f"{name} {accumulation}".replace(" ", "-").replace(",", "")
                 batch = ["--batch-size", 4 // replicas // accumulation, "--gradient-accumulation-steps", accumulation]
                 where = ["--data", text, "--output", outputs[name, accumulation], "--steps", 5]
                 commands.append([str(a) for a in (*TINY, *options, *batch, *where)])
@@ -243,11 +245,13 @@ def test_a_sequence_longer_than_trained_on_works_when_asked_for(tmp_path: pathli
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         from finetune import model, options
-    short = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2, max_position_embeddings=64)
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    short = transformers.LlamaConfig(vocab_size=256, max_position_embeddings=64, **size)
     chosen = options.parse(["--seq-len", "256", "--max-position-embeddings", "256"])
     model.extend_positions(short, chosen)
     assert short.max_position_embeddings == 256
     assert short.rope_parameters["rope_type"] == "yarn" and short.rope_parameters["factor"] == 4.0
+    assert transformers.LlamaForCausalLM(short)(torch.arange(256)[None]).logits.isfinite().all()
     learned = transformers.GPT2Config(n_positions=64)
     with pytest.raises(options.UserError, match="rotary"):
         model.extend_positions(learned, chosen)

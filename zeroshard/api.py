@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .config import DivergenceError, Options, Precision, ShardError
 from .guard import Guard
 from .optimizer import Stepper
 from .partition import UnitPlan, clean, keep_fp32_modules, partition
-from .runtime import Counters, Runtime, Scope
+from .runtime import Runtime, Scope
 from .unit import Unit
 
 
@@ -135,7 +134,7 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
         if mine:
             scopes.append(Scope(len(scopes), mine[0].name, mine))
             homes.append(module)
-    runtime = Runtime(units, scopes, topology, options, guard)
+    runtime = Runtime(units, scopes, topology, options, guard, hooks.at_end_of_backward)
     for module, scope in zip(homes, scopes, strict=True):
         hooks.watch_module(module, runtime, scope)
     compute = options.precision.compute if options.precision is not None else None
@@ -164,13 +163,3 @@ class NoSync:
             yield
         finally:
             self._runtime.backward.no_sync_depth -= 1
-
-
-# ------------------------------------------------------------------------------------------ reading a sharded model
-
-
-def runtime_of(model: nn.Module, call: str) -> Runtime:
-    runtime = model.__dict__.get("_zeroshard") if isinstance(model, nn.Module) else None
-    if runtime is None:
-        raise ShardError(f"{call} takes a model that zeroshard.shard has sharded, got {type(model).__name__}")
-    return runtime

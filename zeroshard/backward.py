@@ -1,21 +1,22 @@
 """Gradients of one backward: they arrive, fill a unit, are reduced while backward goes on, and are settled at its end.
 
-    chain    the units expected to get a gradient, in the order they are reduced on every rank: by falling index, never by
-             arrival. A unit is reduced early only when all before it in the chain were
-    round    one reduction of a unit; a gradient that arrives after it takes part in another one
-    settle   at the end the ranks tell each other what arrived where. Every rank then reduces the same units: a gradient
-             missing here counts as zero if another rank has one, and stays `None` if nobody has
+chain    the units expected to get a gradient, in the order they are reduced on every rank: by falling index, never by
+         arrival. A unit is reduced early only when all before it in the chain were
+round    one reduction of a unit; a gradient that arrives after it takes part in another one
+settle   at the end the ranks tell each other what arrived where. Every rank then reduces the same units: a gradient
+         missing here counts as zero if another rank has one, and stays `None` if nobody has
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .config import ShardError
-from .unit import Entry, Unit
+from .entry import Entry
+from .unit import Unit
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -56,7 +57,7 @@ class Backward:
             self._issued = 0
             self.runtime.schedule.begin_reversed("backward", "train")
         self._tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._left(task))  # type: ignore[attr-defined]
+        self.runtime.at_end_of_backward(lambda: self._left(task))
 
     def _left(self, task: int) -> None:
         self._tasks.remove(task)
@@ -170,13 +171,13 @@ class Backward:
         place = {unit.index: place for place, unit in enumerate(self.chain)}
         for unit in reversed(self.units):
             at = place.get(unit.index, len(self.chain))
-            if any(
-                any(mark & PENDING for mark in marks[unit.index]) and (at >= issued or at < far) for far, marks in told
-            ):
+            if any(any(mark & PENDING for mark in marks[unit.index]) and (at >= issued or at < far) for far, marks in told):
                 self._issue(unit)
         while self._in_flight:
             self._finish(self._in_flight.pop(0))
-        present = {unit.index: [any(m) for m in zip(*(marks[unit.index] for _, marks in told))] for unit in self.units}
+        present = {
+            unit.index: [any(m) for m in zip(*(marks[unit.index] for _, marks in told), strict=True)] for unit in self.units
+        }
         for unit in self.units:
             self._show(unit, present[unit.index])
         self.chain = [unit for unit in reversed(self.units) if any(present[unit.index])] or self.chain

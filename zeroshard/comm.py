@@ -120,7 +120,10 @@ class Messages:
         received = {peer: torch.empty_like(parts[channel.rank]) for peer in channel.peers}
         summands = [parts[rank] if rank == channel.rank else received[rank] for rank in range(channel.size)]
         return self.exchange(
-            label, {p: parts[p] for p in channel.peers}, received, lambda: _sum_in_rank_order(summands, dtype, channel.rank)
+            label,
+            {p: parts[p] for p in channel.peers},
+            received,
+            lambda: _sum_in_rank_order(summands, dtype, channel.rank),
         )
 
     def poison(self, peer: int, tag: int, nbytes: int) -> Any:
@@ -200,7 +203,8 @@ class Channel:
     """
 
     def __init__(self, group: ProcessGroup | None, watch: Watch | None = None, native: bool | None = None):
-        self.group, self.watch = group, watch or Alone()
+        self.group: Any = group
+        self.watch = watch or Alone()
         self.ranks = [dist.get_rank() if dist.is_initialized() else 0] if group is None else _ranks(group)
         self.rank = 0 if group is None else group.rank()
         self.size = len(self.ranks)
@@ -253,9 +257,7 @@ class Channel:
         texts = self.exchange_all(f"{label} (texts)", padded)
         return [bytes(text.cpu().numpy().tobytes()[: int(n)]) for text, n in zip(texts, lengths, strict=True)]
 
-    def route(
-        self, label: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
-    ) -> Pending:
+    def route(self, label: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Pending:
         """Point to point inside the channel: both map a rank of the channel to a contiguous tensor."""
         self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
         return self.transport.exchange(label, sends, receives, lambda: None)

@@ -67,7 +67,8 @@ class Precision:
                 continue
             if not isinstance(value, torch.dtype) or not value.is_floating_point:
                 raise ShardError(f"Precision({name}=...) takes a floating torch.dtype, got {value!r}")
-        patterns = (self.keep_fp32,) if isinstance(self.keep_fp32, str) else tuple(self.keep_fp32)
+        given: Any = self.keep_fp32
+        patterns = (given,) if isinstance(given, str) else tuple(given)
         object.__setattr__(self, "keep_fp32", patterns)
 
 
@@ -99,7 +100,5 @@ class Options:
             for unit in units:
                 is_class = isinstance(unit, type) and issubclass(unit, nn.Module)
                 if not (is_class or isinstance(unit, (nn.Module, str))):
-                    raise ShardError(
-                        f"units holds {unit!r}: expected module classes, modules, or patterns on dotted names"
-                    )
+                    raise ShardError(f"units holds {unit!r}: expected module classes, modules, or patterns on dotted names")
         return Options(Stage(stage), units, precision, reduce, prefetch)

@@ -131,9 +131,9 @@ class Guard:
             label, channel = state["label"], self._channels[state["channel"]]
             due = [nbytes for peer, nbytes in state["waits"] if peer == self.rank]
             transport = channel.transport
-            if due and label not in self._posted and (rank, label) not in self._released:
-                if isinstance(transport, comm.Messages) and rank in channel.ranks:
-                    self._released[rank, label] = transport.poison(rank, comm.tag_of(label), due[0])
+            missing = bool(due) and label not in self._posted and (rank, label) not in self._released
+            if missing and isinstance(transport, comm.Messages) and rank in channel.ranks:
+                self._released[rank, label] = transport.poison(rank, comm.tag_of(label), due[0])
 
 
 def deadlocked(states: States) -> States:

@@ -8,6 +8,7 @@ frozen and unfrozen keeps its hooks; they know the engine weakly, so that nothin
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from .config import ShardError
+from .entry import Entry
 from .runtime import Runtime, Scope
-from .unit import Entry
 
 
 class ScopeHook:
@@ -77,6 +78,11 @@ def cast_calls(module: nn.Module, dtype: torch.dtype, back: bool) -> None:
     module.register_forward_pre_hook(cast.before, with_kwargs=True)
     if back:
         module.register_forward_hook(cast.after)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Runs `call` when the backward that is under way has computed everything."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def watch_gradients(entry: Entry, runtime: Runtime) -> None:

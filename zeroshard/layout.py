@@ -1,8 +1,8 @@
 """Where things lie in a unit's flat buffer. Integers only.
 
-    slot    a parameter's place: offset and length in the flat buffer, in elements
-    shard   the equal share of the flat buffer that one rank keeps
-    piece   the part of one slot that lies in one shard
+slot    a parameter's place: offset and length in the flat buffer, in elements
+shard   the equal share of the flat buffer that one rank keeps
+piece   the part of one slot that lies in one shard
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _extreme(largest: bool) -> Callable[[Any, Any, dict[str, Any]], Local | None
     reduce, lowest = (torch.amax, float("-inf")) if largest else (torch.amin, float("inf"))
 
     def reduction(func: Any, args: Any, kwargs: dict[str, Any]) -> Local | None:
-        if len(args) > 1 and isinstance(args[1], torch.Tensor) or not _covers_all(func, args, kwargs):
+        if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or not _covers_all(func, args, kwargs):
             return None
 
         def local(piece: torch.Tensor, _: int) -> tuple[torch.Tensor, Combine, torch.dtype]:
@@ -225,6 +225,36 @@ def is_inplace(name: str) -> bool:
 
 
 VIEW_NAMES = frozenset(
-    "__getitem__ select narrow unbind chunk split tensor_split view view_as reshape t transpose permute movedim swapaxes "
-    "unsqueeze squeeze flatten unflatten expand expand_as diagonal T mT as_strided unfold detach data hsplit vsplit".split()
+    [
+        "__getitem__",
+        "select",
+        "narrow",
+        "unbind",
+        "chunk",
+        "split",
+        "tensor_split",
+        "view",
+        "view_as",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "movedim",
+        "swapaxes",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "expand",
+        "expand_as",
+        "diagonal",
+        "T",
+        "mT",
+        "as_strided",
+        "unfold",
+        "detach",
+        "data",
+        "hsplit",
+        "vsplit",
+    ]
 )

@@ -11,6 +11,7 @@ An element-wise optimizer steps pieces; one that needs whole tensors steps the w
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -20,13 +21,25 @@ import torch
 from torch import nn, optim
 
 from .config import ShardError
+from .entry import Entry
 from .runtime import Runtime
-from .unit import Entry, Unit
+from .unit import Unit
 from .whole import Owners
 
 ELEMENTWISE = frozenset(
-    [optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.Adamax,
-     optim.RMSprop, optim.Rprop, optim.ASGD]
+    [
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.Adamax,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.ASGD,
+    ]
 )
 REFUSED = {
     optim.LBFGS: "it takes inner products over all parameters inside one step",
@@ -184,7 +197,7 @@ def _probe(optimizer: optim.Optimizer) -> bool:
     grads = [torch.randn(4, 6, generator=generator) for _ in range(3)]
     cuts = (0, 7, 9, 24)
     whole = [nn.Parameter(start.clone())]
-    pieces = [nn.Parameter(start.flatten()[a:b].clone()) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [nn.Parameter(start.flatten()[a:b].clone()) for a, b in itertools.pairwise(cuts)]
     try:
         for params, split in ((whole, (0, 24)), (pieces, cuts)):
             trial = _copy_of(optimizer, params)

@@ -52,7 +52,7 @@ class ShardedParameter(nn.Parameter):
             return special(*args, **kwargs)
         return compute(func, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Parameter containing:\n{entry_of(self).value()!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -120,19 +120,19 @@ def _element_size(param: torch.Tensor) -> int:
     return entry_of(param).value().piece.element_size()
 
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    _T.grad.__get__: lambda param: entry_of(param).get_grad(),  # type: ignore[attr-defined]
-    _T.grad.__set__: lambda param, grad: entry_of(param).set_grad(grad),  # type: ignore[attr-defined]
-    _T.grad.__delete__: lambda param: entry_of(param).set_grad(None),  # type: ignore[attr-defined]
-    _T.data.__get__: lambda param: entry_of(param).value(),  # type: ignore[attr-defined]
-    _T.data.__set__: lambda param, data: entry_of(param).set_data(data),  # type: ignore[attr-defined]
+    _T.grad.__get__: lambda param: entry_of(param).get_grad(),
+    _T.grad.__set__: lambda param, grad: entry_of(param).set_grad(grad),
+    _T.grad.__delete__: lambda param: entry_of(param).set_grad(None),
+    _T.data.__get__: lambda param: entry_of(param).value(),
+    _T.data.__set__: lambda param, data: entry_of(param).set_data(data),
     _T.detach: lambda param: entry_of(param).value(),
-    _T.dtype.__get__: lambda param: entry_of(param).value().dtype,  # type: ignore[attr-defined]
-    _T.itemsize.__get__: _element_size,  # type: ignore[attr-defined]
+    _T.dtype.__get__: lambda param: entry_of(param).value().dtype,
+    _T.itemsize.__get__: _element_size,
     _T.element_size: _element_size,
-    _T.nbytes.__get__: lambda param: _element_size(param) * param.numel(),  # type: ignore[attr-defined]
+    _T.nbytes.__get__: lambda param: _element_size(param) * param.numel(),
     _T.is_floating_point: lambda param: entry_of(param).value().is_floating_point(),
     torch.is_floating_point: lambda param: entry_of(param).value().is_floating_point(),
     _T.is_contiguous: lambda param, **_: True,
@@ -158,15 +158,88 @@ _ATTRIBUTES_AS_IS = (
 _AS_IS = frozenset(
     [getattr(_T, name) for name in _METHODS_AS_IS.split()]
     + [getattr(_T, name).__get__ for name in _ATTRIBUTES_AS_IS.split() if hasattr(_T, name)]
-    + [_T.requires_grad.__set__, _T._backward_hooks.__set__]  # type: ignore[attr-defined]
+    + [_T.requires_grad.__set__, _T._backward_hooks.__set__]
     + [torch.numel, torch.is_complex, torch.is_tensor, torch.autograd.grad, torch.autograd.backward]
 )
 
 _PIECEWISE = frozenset(
-    "add sub mul div true_divide pow square sqrt rsqrt abs neg sign exp log reciprocal clamp clip maximum minimum lerp "
-    "addcmul addcdiv isnan isinf isfinite eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __radd__ "
-    "__sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __neg__ __abs__ nan_to_num where "
-    "norm vector_norm sum mean max min amax amin any all count_nonzero equal allclose "
-    "clone to float double half bfloat16 type cpu cuda zeros_like ones_like empty_like full_like type_as "
-    "_amp_foreach_non_finite_check_and_unscale_".split()
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "true_divide",
+        "pow",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "abs",
+        "neg",
+        "sign",
+        "exp",
+        "log",
+        "reciprocal",
+        "clamp",
+        "clip",
+        "maximum",
+        "minimum",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__pow__",
+        "__neg__",
+        "__abs__",
+        "nan_to_num",
+        "where",
+        "norm",
+        "vector_norm",
+        "sum",
+        "mean",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "any",
+        "all",
+        "count_nonzero",
+        "equal",
+        "allclose",
+        "clone",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "cpu",
+        "cuda",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "type_as",
+        "_amp_foreach_non_finite_check_and_unscale_",
+    ]
 )

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .api import runtime_of
 from .config import ShardError
+from .entry import Entry
 from .partition import clean
-from .runtime import Runtime
+from .runtime import Runtime, runtime_of
 from .sharded import Sharded
-from .unit import Entry, Unit
-
+from .unit import Unit
 
 # ------------------------------------------------------------------------------------------ gathered
 
@@ -66,7 +65,7 @@ def _chosen(what: Any) -> tuple[Runtime, list[Unit]]:
     """The units behind modules or parameters, in order."""
     items = [what] if isinstance(what, (nn.Module, torch.Tensor)) else list(what)
     units: dict[int, Unit] = {}
-    runtimes: list[Runtime] = []
+    runtimes: list[Any] = []
     for item in items:
         if isinstance(item, nn.Module) and "_zeroshard" in item.__dict__:
             runtimes.append(runtime_of(item, "gathered"))

@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from . import saved
 from .backward import Backward
 from .comm import Topology
 from .config import Options, ShardError
+from .entry import Entry
 from .guard import Guard
 from .schedule import Schedule
-from .unit import Entry, State, Unit
+from .unit import State, Unit
 
 
 @dataclasses.dataclass
@@ -46,8 +48,23 @@ class Scope:
 
 
 class Runtime:
-    def __init__(self, units: Sequence[Unit], scopes: Sequence[Scope], topology: Topology, options: Options, guard: Guard):
-        self.units, self.scopes, self.topology, self.options, self.guard = list(units), list(scopes), topology, options, guard
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        scopes: Sequence[Scope],
+        topology: Topology,
+        options: Options,
+        guard: Guard,
+        at_end_of_backward: Callable[[Callable[[], None]], None],
+    ):
+        self.units, self.scopes, self.topology, self.options, self.guard = (
+            list(units),
+            list(scopes),
+            topology,
+            options,
+            guard,
+        )
+        self.at_end_of_backward = at_end_of_backward
         self.counters = Counters()
         self.schedule = Schedule()
         self.unit_of_storage: dict[int, Unit] = {}
@@ -203,3 +220,11 @@ class Runtime:
                 use.close()
         if self._depth == 0:
             self.release_unused()
+
+
+def runtime_of(model: Any, call: str) -> Runtime:
+    """The runtime behind a sharded model; `call` is what the user called, for the error."""
+    runtime = model.__dict__.get("_zeroshard") if isinstance(model, nn.Module) else None
+    if runtime is None:
+        raise ShardError(f"{call} takes a model that zeroshard.shard has sharded, got {type(model).__name__}")
+    return runtime

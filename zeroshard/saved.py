@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from .unit import Unit
 
-_autograd = torch._C._autograd
+_autograd: Any = torch._C._autograd
 
 
 class Use:

@@ -60,15 +60,15 @@ class Sharded(torch.Tensor):
     spec: Spec
     owner: Owner | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, piece: torch.Tensor, spec: Spec, owner: Owner | None = None) -> Sharded:
-        self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=piece.dtype, device=piece.device)  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=piece.dtype, device=piece.device)
         self.piece, self.spec, self.owner = piece, spec, owner
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return (
             f"Sharded({self.spec.name}, shape={tuple(self.shape)}, dtype={self.dtype}, elements {self.spec.start} to "
             f"{self.spec.start + self.spec.numel} on this rank)"
@@ -90,7 +90,7 @@ class Sharded(torch.Tensor):
         raise whole_needed("numpy", self)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs or {})
 
 
@@ -279,11 +279,11 @@ class Partial(torch.Tensor):
     channel: Channel
     value: torch.Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, combine: Any, dtype: torch.dtype, channel: Channel) -> Partial:
-        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=local.device)  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=local.device)
         self.local, self.combine, self.channel, self.value = local, combine, channel, None
         return self
 
@@ -298,14 +298,14 @@ class Partial(torch.Tensor):
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.resolved().numpy(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(self.resolved())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.resolved().__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         flat, tree = tree_flatten((args, kwargs or {}))
         resolve([leaf for leaf in flat if isinstance(leaf, Partial)])
         args, kwargs = tree_unflatten([leaf.value if isinstance(leaf, Partial) else leaf for leaf in flat], tree)

@@ -23,10 +23,10 @@ from torch import nn
 
 from .comm import Channel, Pending, Topology
 from .config import Options, ShardError
+from .entry import Entry
 from .layout import FlatLayout
-from .parameter import ShardedParameter, plain
+from .parameter import ShardedParameter
 from .partition import UnitPlan
-from .sharded import Sharded, Spec
 
 ALIGN_BYTES = 64
 
@@ -46,138 +46,6 @@ _MOVES = {
     (State.FULL, State.SHARDED),
     (State.SHARDED, State.FULL),
 }
-
-
-class Entry:
-    """One parameter of a unit. `param` is the user's object; this says what it stands for at the moment.
-
-    Gradients by where they may be seen: `visible()` is what the user finds as `p.grad`:
-        the handle      Sharded, or the plain tensor where this rank holds all: a view of unit.grad
-        a local view    of unit.local, inside no_sync
-        a foreign one   put there by the user: taken over by `adopt()`
-    """
-
-    def __init__(self, unit: Unit, index: int, param: nn.Parameter, names: tuple[str, ...]):
-        self._unit = weakref.ref(unit)
-        self.index, self.param, self.names = index, param, names
-        self.slot = unit.layout.slots[index]
-        self.start, self.numel, self.offset = unit.held_piece(index)
-        self.spec = Spec(self.slot.shape, self.start, self.numel, unit.holders, self.name)
-        self.local_view: torch.Tensor | None = None
-        self.stashed: torch.Tensor | None = None
-        self.virtual_grad: torch.Tensor | None = None
-        self.node: Any = None
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def unit(self) -> Unit:
-        unit = self._unit()
-        if unit is None:
-            raise ShardError(f"the model that {self.name} belonged to is gone")
-        return unit
-
-    def piece_of(self, held: torch.Tensor) -> torch.Tensor:
-        """This entry's elements of a [held_numel] buffer."""
-        return held[self.offset : self.offset + self.numel]
-
-    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This entry's whole tensor in a [numel] buffer."""
-        return flat[self.slot.offset : self.slot.offset + self.slot.numel].view(self.slot.shape)
-
-    # ---- what ShardedParameter asks
-
-    def value(self) -> Sharded:
-        return Sharded(self.piece_of(self.unit.shard), self.spec, self)
-
-    def whole(self) -> torch.Tensor:
-        """The master values, gathered on the spot: a copy."""
-        with self.unit.whole_masters() as masters:
-            return self.view_of(masters).clone()
-
-    def written(self) -> None:
-        self.unit.stale = True
-
-    def set_data(self, data: torch.Tensor) -> None:
-        mine = self.piece_of(self.unit.shard)
-        if isinstance(data, Sharded) and data.piece.data_ptr() == mine.data_ptr() and data.dtype == mine.dtype:
-            return
-        if data.shape != self.param.shape or data.dtype != mine.dtype or data.device.type != mine.device.type:
-            raise ShardError(
-                f"{self.name}.data = a tensor of {tuple(data.shape)} {data.dtype} on {data.device}: the sharded parameter has "
-                f"{tuple(self.param.shape)} {mine.dtype} on {mine.device}. Convert or move the model before zeroshard.shard"
-            )
-        self.value().copy_(data)
-
-    def call_with_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.unit.on_the_spot(func, args, kwargs)
-
-    def get_grad(self) -> torch.Tensor | None:
-        fresh = plain(torch.Tensor.grad.__get__, (self.param,), {})  # type: ignore[attr-defined]
-        return fresh if fresh is not None else self.virtual_grad
-
-    def set_grad(self, grad: torch.Tensor | None) -> None:
-        if grad is not None and (grad.shape != self.param.shape or grad.device.type != self.unit.shard.device.type):
-            raise RuntimeError(
-                f"assigned grad of {self.name} has shape {tuple(grad.shape)} on {grad.device}, expected "
-                f"{tuple(self.param.shape)} on {self.unit.shard.device}"
-            )
-        self.take_raw()
-        self.virtual_grad = grad
-
-    # ---- gradients
-
-    def take_raw(self) -> torch.Tensor | None:
-        """Removes and returns what autograd has accumulated on the parameter itself."""
-        grad = plain(torch.Tensor.grad.__get__, (self.param,), {})  # type: ignore[attr-defined]
-        if grad is not None:
-            plain(torch.Tensor.grad.__set__, (self.param, None), {})  # type: ignore[attr-defined]
-        return grad
-
-    def visible(self) -> torch.Tensor | None:
-        return self.param.grad
-
-    def show(self, grad: torch.Tensor | None) -> None:
-        self.stashed = None
-        if self.unit.alias:
-            self.param.grad = grad
-        else:
-            self.virtual_grad = grad
-
-    def hide(self) -> torch.Tensor | None:
-        """Takes the visible gradient away, so that autograd starts afresh."""
-        if self.unit.alias:
-            return self.take_raw()
-        grad, self.virtual_grad = self.virtual_grad, None
-        return grad
-
-    def recover(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """What a visible gradient is: the handle (then unit.grad is known again), a local view, or adopted from the user.
-
-        A gradient that the user assigned is taken to be the same whole tensor on every rank.
-        """
-        if grad is None or grad is self.local_view:
-            return grad
-        unit, held = self.unit, getattr(grad, "_zeroshard_held", None)
-        if held is not None and held._zeroshard_unit() is unit:
-            unit.grad = held if unit.grad is None else unit.grad
-            if held is unit.grad:
-                return grad
-        source = grad.piece if isinstance(grad, Sharded) else self.spec.cut(grad.to_dense() if grad.is_sparse else grad)
-        self.piece_of(unit.grad_buffer()).copy_(source.detach())
-        return self.make_handle()
-
-    def make_handle(self) -> torch.Tensor:
-        """The gradient as the user sees it. It alone keeps the buffer alive: clearing every `p.grad` frees it."""
-        held = self.unit.grad_buffer()
-        handle = self.view_of(held) if self.unit.plain else Sharded(self.piece_of(held), self.spec)
-        handle._zeroshard_held = held  # type: ignore[attr-defined]
-        return handle
-
-    def grad_piece(self) -> torch.Tensor:
-        return self.piece_of(self.unit.grad_buffer())
 
 
 class Unit:
@@ -270,10 +138,9 @@ class Unit:
 
     def _show_data(self) -> None:
         assert self.full is not None
-        set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             for entry in self.entries:
-                set_data(entry.param, entry.view_of(self.full))
+                entry.param.data = entry.view_of(self.full)
 
     # ---- gather and release
 
@@ -381,9 +248,7 @@ class Unit:
                 self.stale = True
                 with torch._C.DisableTorchFunctionSubclass():
                     for entry in self.entries:
-                        entry.param.data = (
-                            self._nan.expand(entry.slot.shape) if self.full is None else entry.view_of(self.full)
-                        )
+                        entry.param.data = self._nan.expand(entry.slot.shape) if self.full is None else entry.view_of(self.full)
                         entry.param.__class__ = ShardedParameter
 
     def on_the_spot(self, func: Any, args: Any, kwargs: Any) -> Any:

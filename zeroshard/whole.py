@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .unit import Entry, Unit
+from .entry import Entry
+from .unit import Unit
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -64,7 +65,9 @@ class Owners:
 
     def _to_owners(self, what: str, entries: list[Entry], pieces: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Every piece goes to its parameter's owner; -> whole flat tensors of the entries owned here."""
-        wholes = {id(e): torch.empty(e.slot.numel, dtype=e.unit.dtype, device=e.unit.shard.device) for e in entries if self.owns(e)}
+        wholes = {
+            id(e): torch.empty(e.slot.numel, dtype=e.unit.dtype, device=e.unit.shard.device) for e in entries if self.owns(e)
+        }
         for dtype in sorted({entry.unit.dtype for entry in entries}, key=str):
             mine = [(entry, piece) for entry, piece in zip(entries, pieces, strict=True) if entry.unit.dtype == dtype]
             sends = {p: _packed([x for e, x in mine if self.owner(e) == p]) for p in self.channel.peers}
