@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 2 for something the user can put right, 1 when ranks diverged or one was lost."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    run.use_all_cores()
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank > 0)
     try:

@@ -44,9 +44,7 @@ def read_corpus(folder: pathlib.Path | None) -> Corpus:
     else:
         texts, name = dict(_text_files(folder)), str(folder)
         if len(texts) < 2:
-            raise UserError(
-                f"--data {folder}: found {len(texts)} text files, but need one to train on and one to hold out."
-            )
+            raise UserError(f"--data {folder}: found {len(texts)} text files, but need one to train on and one to hold out.")
     held_out = set(sorted(texts)[::HELD_OUT])
     return Corpus(
         train={n: t for n, t in texts.items() if n not in held_out},

@@ -69,9 +69,7 @@ def convert_embedded() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.mkdtemp(prefix=".converting-", dir=target.parent)
     except OSError as error:
-        raise UserError(
-            f"cannot write {target}: {error.strerror}. Point XDG_CACHE_HOME to a folder you may write."
-        ) from error
+        raise UserError(f"cannot write {target}: {error.strerror}. Point XDG_CACHE_HOME to a folder you may write.") from error
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS_FILE)
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of two seconds
@@ -124,7 +122,7 @@ def _from_scratch(options: Options) -> Loaded:
 def _prepared(model: transformers.PreTrainedModel, options: Options) -> transformers.PreTrainedModel:
     model.config.use_cache = False
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 

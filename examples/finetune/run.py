@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from accelerate.utils import GradientAccumulationPlugin, ParallelismConfig, gather_object
 from rich.console import Console
@@ -55,6 +56,15 @@ def build_accelerator(options: Options) -> Accelerator:
         raise UserError(str(error)) from error
 
 
+def use_all_cores() -> None:
+    """Launchers give each of several ranks one thread unless told otherwise; on CPU that leaves cores idle."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = min(allowed, psutil.cpu_count(logical=False) or 1)
+        torch.set_num_threads(max(1, cores // ranks))
+
+
 def precision(options: Options) -> zeroshard.Precision | None:
     return zeroshard.Precision(compute=torch.bfloat16) if options.precision == "bf16" else None
 
@@ -92,6 +102,12 @@ def build_inputs(
         loaded = load(options)
         corpus = read_corpus(options.data)
         sequences, held_out = pack(corpus, loaded.encode, seq_len=options.seq_len, seed=options.seed)
+        console.print(
+            f"{loaded.name} on {corpus.name}: {len(sequences)} sequences of {options.seq_len:,} tokens, "
+            f"{len(held_out)} held out\n{accelerator.num_replicas} replicas x {accelerator.context_parallel_size} "
+            f"ranks that share a sequence, stage {options.stage}, {options.precision}",
+            highlight=False,
+        )
         held_out.pad(options.batch_size * accelerator.num_replicas)
         return loaded, sequences, held_out
 
