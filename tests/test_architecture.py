@@ -40,6 +40,7 @@ ORDER = [
     "zeroshard/memory/ledger.py",
     "zeroshard/memory/estimate.py",
     "zeroshard/memory/__init__.py",
+    "zeroshard/stats.py",
     "zeroshard/api.py",
     "zeroshard/integrations/parallelism.py",
     "zeroshard/integrations/context.py",

@@ -14,6 +14,7 @@ from torch import nn, optim
 from . import comm, hooks
 from .config import DivergenceError, Options, Precision, ShardError
 from .guard import Guard
+from .memory.ledger import Ledger
 from .optimizer import Stepper
 from .partition import UnitPlan, clean, keep_fp32_modules, partition
 from .runtime import Runtime, Scope
@@ -126,7 +127,8 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
             topology.broadcast(f"buffer {clean(name)}", values)
             if values.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(values)
-    units = [Unit(plan, index, topology, options, device) for index, plan in enumerate(plans)]
+    ledger = Ledger()
+    units = [Unit(plan, index, topology, options, device, ledger) for index, plan in enumerate(plans)]
     scopes: list[Scope] = []
     homes: list[nn.Module] = []
     for module in dict.fromkeys(plan.module for plan in plans):
@@ -134,7 +136,7 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
         if mine:
             scopes.append(Scope(len(scopes), mine[0].name, mine))
             homes.append(module)
-    runtime = Runtime(units, scopes, topology, options, guard, hooks.at_end_of_backward)
+    runtime = Runtime(units, scopes, topology, options, guard, ledger, hooks.at_end_of_backward)
     for module, scope in zip(homes, scopes, strict=True):
         hooks.watch_module(module, runtime, scope)
     compute = options.precision.compute if options.precision is not None else None

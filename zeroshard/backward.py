@@ -122,6 +122,7 @@ class Backward:
             )
         unit.arrive(entry, grad.to_dense() if grad.is_sparse else grad, keep=self.no_sync_depth > 0)
         unit.arrived.add(entry.index)
+        entry.local_view = None  # no_sync's view would keep local alive beyond its reduction
         if not self.deferred:
             self._advance()
 

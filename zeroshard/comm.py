@@ -198,8 +198,8 @@ class Alone:
 class Channel:
     """One process group: its ranks, and the collectives of flat tensors over it.
 
-    group: the process group, or `None` for a group of this rank alone, in which nothing moves.
-    rank, size: place in the group. ranks: global ranks in group order. bytes_sent: what this rank has sent.
+    group: the process group; `None` for this rank alone, where nothing moves. ranks: its global ranks, in order.
+    rank, size: place in it. bytes_sent: by this rank. skipped_steps: how often a GradScaler found a gradient not finite.
     """
 
     def __init__(self, group: ProcessGroup | None, watch: Watch | None = None, native: bool | None = None):
@@ -209,7 +209,7 @@ class Channel:
         self.rank = 0 if group is None else group.rank()
         self.size = len(self.ranks)
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
-        self.bytes_sent = 0
+        self.bytes_sent, self.skipped_steps = 0, torch.zeros((), dtype=torch.int64)
         if native is None:
             native = group is not None and "gloo" not in _backend(group)
         self.transport: Messages | Native = Native(self) if native else Messages(self)

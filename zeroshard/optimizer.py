@@ -56,6 +56,8 @@ class Stepper:
         self._parts: dict[int, nn.Parameter] = {}
         self._groups: list[list[nn.Parameter]] | None = None
         self._swapped: list[tuple[Entry, nn.Parameter]] = []
+        self._num_states = 0
+        runtime.optimizers.append(self._optimizer)
         for param, state in list(optimizer.state.items()):
             entry = self.entry_of(param)
             if entry is not None:
@@ -114,6 +116,9 @@ class Stepper:
             stepped = self.owners.return_values()
         self.unswap()
         publish([stepped[index] for index in sorted(stepped)], self.runtime)
+        if len(optimizer.state) != self._num_states:
+            self._num_states = len(optimizer.state)
+            self.runtime.ledger.count_optimizers(self.runtime.optimizers)
 
     def drain(self) -> None:
         self.runtime.backward.settle_pending()
@@ -200,7 +205,7 @@ def _probe(optimizer: optim.Optimizer) -> bool:
     pieces = [nn.Parameter(start.flatten()[a:b].clone()) for a, b in itertools.pairwise(cuts)]
     try:
         for params, split in ((whole, (0, 24)), (pieces, cuts)):
-            trial = _copy_of(optimizer, params)
+            trial = without_state(optimizer, params)
             for grad in grads:
                 for param, a, b in zip(params, split, split[1:], strict=False):
                     param.grad = grad.flatten()[a:b].clone().view(param.shape)
@@ -211,7 +216,7 @@ def _probe(optimizer: optim.Optimizer) -> bool:
     return same_values
 
 
-def _copy_of(optimizer: optim.Optimizer, params: list[nn.Parameter]) -> optim.Optimizer:
+def without_state(optimizer: optim.Optimizer, params: list[nn.Parameter]) -> optim.Optimizer:
     """The same class with the same settings over other parameters, without state and without hooks."""
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from .guard import Guard
 from .schedule import Schedule
 from .unit import State, Unit
 
+if TYPE_CHECKING:
+    from .memory.ledger import Ledger
+
 
 @dataclasses.dataclass
 class Counters:
@@ -35,7 +38,6 @@ class Counters:
     reductions: int = 0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
-    skipped_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Runtime:
         topology: Topology,
         options: Options,
         guard: Guard,
+        ledger: Ledger,
         at_end_of_backward: Callable[[Callable[[], None]], None],
     ):
         self.units, self.scopes, self.topology, self.options, self.guard = (
@@ -64,7 +67,8 @@ class Runtime:
             options,
             guard,
         )
-        self.at_end_of_backward = at_end_of_backward
+        self.at_end_of_backward, self.ledger = at_end_of_backward, ledger
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.counters = Counters()
         self.schedule = Schedule()
         self.unit_of_storage: dict[int, Unit] = {}

@@ -222,8 +222,10 @@ def finite_check(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """GradScaler's unscale: every rank learns of an inf that any rank holds."""
     tensors, found, scale = args
     channel = first_sharded(tensors).spec.channel
+    before = found.clone()
     func([t.piece if isinstance(t, Sharded) else t for t in tensors], found, scale)
     found.copy_(torch.stack(channel.exchange_all("found_inf", found)).amax(0))
+    channel.skipped_steps = channel.skipped_steps + ((before == 0) & (found > 0)).sum()
 
 
 def equality(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from .entry import Entry
 from .layout import FlatLayout
 from .parameter import ShardedParameter
 from .partition import UnitPlan
+
+if TYPE_CHECKING:
+    from .memory.ledger import Ledger
 
 ALIGN_BYTES = 64
 
@@ -51,13 +54,15 @@ _MOVES = {
 class Unit:
     """See the top of the file. `index` orders units on all ranks alike."""
 
-    def __init__(self, plan: UnitPlan, index: int, topology: Topology, options: Options, device: torch.device):
-        self.name, self.index, self.topology = plan.name, index, topology
+    def __init__(
+        self, plan: UnitPlan, index: int, topology: Topology, options: Options, device: torch.device, ledger: Ledger
+    ):
+        self.name, self.index, self.topology, self.ledger = plan.name, index, topology, ledger
         self.dtype, self.compute, self.trainable = plan.dtype, plan.compute, plan.trainable
         world, stage = topology.shard.size, options.stage
-        self.layout = FlatLayout.of(
-            [tuple(param.shape) for param in plan.params], world, max(1, ALIGN_BYTES // plan.dtype.itemsize)
-        )
+        align = max(1, ALIGN_BYTES // plan.dtype.itemsize)
+        self.layout = FlatLayout.of([tuple(param.shape) for param in plan.params], world, align)
+        self._has_padding = sum(slot.numel for slot in self.layout.slots) < self.layout.numel
         held_by_all = stage.shards and world > 1
         self.holders = topology.shard if held_by_all else Channel(None, topology.shard.watch)
         self.held_numel = self.layout.shard_numel if held_by_all else self.layout.numel
@@ -69,7 +74,7 @@ class Unit:
         precision = options.precision
         low = plan.dtype.itemsize < 4 and plan.dtype.is_floating_point
         self.reduce_dtype = precision.reduce if precision is not None else torch.float32 if low else plan.dtype
-        self.state, self.stale, self.users = State.SHARDED, False, 0
+        self.state, self.stale, self.users, self.rounds = State.SHARDED, False, 0, 0
         self.use: Any = None
         self.full: torch.Tensor | None = None
         self.full_storage = 0
@@ -78,14 +83,12 @@ class Unit:
         self.filled: set[int] = set()
         self.arrived: set[int] = set()
         self.expected = {i for i, param in enumerate(plan.params) if param.requires_grad}
-        self.rounds = 0
         self.reducing: Pending | None = None
         self._gathering: Pending | None = None
         self.runtime: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
         self.gather_label, self.reduce_label = f"gather {self.name}", f"reduce {self.name}"
-        self.entries = [
-            Entry(self, i, param, names) for i, (param, names) in enumerate(zip(plan.params, plan.names, strict=True))
-        ]
+        named = enumerate(zip(plan.params, plan.names, strict=True))
+        self.entries = [Entry(self, i, param, names) for i, (param, names) in named]
         self._take_over(device)
 
     # ---- layout
@@ -135,6 +138,8 @@ class Unit:
             self.full_storage = self.full.untyped_storage()._cdata
             self._show_data()
             self.stale = True
+            self.ledger.hold("parameters", self.full)
+        self.ledger.hold("parameters", self.shard)
 
     def _show_data(self) -> None:
         assert self.full is not None
@@ -159,6 +164,7 @@ class Unit:
         if self.full is None:
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.shard.device)
             self.full_storage = self.full.untyped_storage()._cdata
+            self.ledger.hold("gathered", self.full)
         own = self.held_of(self.full)
         if own.data_ptr() != self.shard.data_ptr():
             own.copy_(self.shard)
@@ -224,6 +230,7 @@ class Unit:
             yield self.full
         else:
             whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.shard.device)
+            self.ledger.hold("gathered", whole)
             self.held_of(whole).copy_(self.shard)
             yield self.holders.gather(f"{label} {self.name}", whole).wait()
 
@@ -236,6 +243,7 @@ class Unit:
         before = self.full, self.full_storage, self.state
         with self.whole_masters("edits of") as masters:
             self.full, self.full_storage, self.state = masters.clone(), 0, State.FULL
+            self.ledger.hold("gathered", self.full)
             self.users += 1
             for entry in self.entries:
                 entry.param.__class__ = nn.Parameter
@@ -263,9 +271,9 @@ class Unit:
     def grad_buffer(self, values: torch.Tensor | None = None) -> torch.Tensor:
         """unit.grad, made of `values` or of zeros if there is none. Held by the unit within a backward or a step only."""
         if values is not None or self.grad is None:
-            if values is None:
-                values = torch.zeros(self.held_numel, dtype=self.dtype, device=self.shard.device)
+            values = torch.zeros_like(self.shard) if values is None else values
             values._zeroshard_unit = weakref.ref(self)  # type: ignore[attr-defined]
+            self.ledger.hold("gradients", values)
             self.grad = values
         return self.grad
 
@@ -274,6 +282,7 @@ class Unit:
         if self.local is None:
             dtype = self.dtype if keep else grad.dtype
             self.local, self.filled = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device), set()
+            self.ledger.hold("gradients" if keep and not self.release_grads else "reducing", self.local)
         place = entry.view_of(self.local)
         if entry.index in self.filled:
             place.add_(grad)
@@ -285,6 +294,7 @@ class Unit:
         """The reduced gradient goes back among the local ones, weighted so that the next reduction gives it again."""
         if self.local is None:
             self.local, self.filled = torch.empty(self.layout.numel, dtype=self.dtype, device=self.shard.device), set()
+            self.ledger.hold("gradients", self.local)
         place = entry.view_of(self.local)
         if entry.index not in self.filled:
             place.zero_()
@@ -306,11 +316,8 @@ class Unit:
                 end = entry.slot.offset + entry.slot.numel if entry.index in self.filled else entry.slot.offset
             local[end:].zero_()
         self.local, self.filled = None, set()
+        self.ledger.hold("reducing", local, beside=local.nbytes - local.nbytes // self.topology.shard.size)
         self.reducing = self.topology.shard.reduce_scatter(self.reduce_label, local, self.reduce_dtype)
-
-    @property
-    def _has_padding(self) -> bool:
-        return sum(slot.numel for slot in self.layout.slots) < self.layout.numel
 
     def finish_reduce(self, alive: set[int]) -> None:
         """Adds the sum to grad. `alive`: entries whose earlier gradient still counts."""

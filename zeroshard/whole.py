@@ -6,6 +6,7 @@ sends the pieces of the new values back. State lives with the owner alone. Repli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,19 +20,16 @@ if TYPE_CHECKING:
 
 
 class Owners:
-    """Who steps what. Costs are balanced: the largest parameter first, to the rank that has least."""
+    """Who steps what."""
 
     def __init__(self, runtime: Runtime):
         self.runtime, self.channel = runtime, runtime.topology.shard
         self._owner: dict[int, int] = {}
         self._wholes: dict[int, tuple[Entry, nn.Parameter]] = {}
         self._stepped: dict[int, Entry] = {}
-        load = [0] * self.channel.size
         entries = [entry for unit in runtime.units for entry in unit.entries]
-        for entry in sorted(entries, key=lambda entry: -entry.slot.numel):
-            owner = min(range(self.channel.size), key=load.__getitem__)
-            self._owner[id(entry)] = owner
-            load[owner] += entry.slot.numel
+        owners = balanced([entry.slot.numel for entry in entries], self.channel.size)
+        self._owner.update({id(entry): owner for entry, owner in zip(entries, owners, strict=True)})
 
     def owner(self, entry: Entry) -> int:
         """Rank of the shard group; this one where the unit is not cut."""
@@ -68,6 +66,8 @@ class Owners:
         wholes = {
             id(e): torch.empty(e.slot.numel, dtype=e.unit.dtype, device=e.unit.shard.device) for e in entries if self.owns(e)
         }
+        for whole in wholes.values():
+            self.runtime.ledger.hold("reducing" if what == "gradients" else "gathered", whole)
         for dtype in sorted({entry.unit.dtype for entry in entries}, key=str):
             mine = [(entry, piece) for entry, piece in zip(entries, pieces, strict=True) if entry.unit.dtype == dtype]
             sends = {p: _packed([x for e, x in mine if self.owner(e) == p]) for p in self.channel.peers}
@@ -121,6 +121,15 @@ class Owners:
     def _piece_for(self, entry: Entry, rank: int) -> torch.Tensor:
         piece = entry.unit.layout.piece(entry.index, rank)
         return self._wholes[id(entry)][1].detach().reshape(-1)[piece.start : piece.start + piece.numel]
+
+
+def balanced(numels: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each parameter: the largest first, to the rank that has least."""
+    load, owners = [0] * ranks, [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owners[index] = min(range(ranks), key=load.__getitem__)
+        load[owners[index]] += numels[index]
+    return owners
 
 
 def _packed(pieces: list[torch.Tensor]) -> torch.Tensor:
