@@ -131,10 +131,11 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
     units = [Unit(plan, index, topology, options, device, ledger) for index, plan in enumerate(plans)]
     scopes: list[Scope] = []
     homes: list[nn.Module] = []
-    for module in dict.fromkeys(plan.module for plan in plans):
+    all_alias = all(unit.alias for unit in units)
+    for module in dict.fromkeys([model, *(plan.module for plan in plans)]):
         mine = tuple(u for u, plan in zip(units, plans, strict=True) if plan.module is module and not u.alias)
-        if mine:
-            scopes.append(Scope(len(scopes), mine[0].name, mine))
+        if mine or (module is model and not all_alias):  # the model's own call is one pass of the schedule
+            scopes.append(Scope(len(scopes), mine[0].name if mine else type(model).__name__, mine))
             homes.append(module)
     runtime = Runtime(units, scopes, topology, options, guard, ledger, hooks.at_end_of_backward)
     for module, scope in zip(homes, scopes, strict=True):
