@@ -60,10 +60,12 @@ class Guard:
         self._current = (pending, time.monotonic())
 
     def finished(self, pending: comm.Pending) -> None:
-        self._current = None
+        since, self._current = self._current[1] if self._current else 0.0, None
         self._posted[pending.label] -= 1
         if not self._posted[pending.label]:
             del self._posted[pending.label]
+        if self.verdict is None and since and time.monotonic() - since >= STALL_S:
+            self.verdict = self._read("verdict")  # what woke us may have been the guard of another rank
         if self.verdict:
             raise DivergenceError(self.verdict)
 
