@@ -160,8 +160,7 @@ def attend_backward(
 def _(dout, saved, sinks, documents, prefix, table, request, scale, softcap, needs):  # type: ignore[no-untyped-def]
     inputs = [*saved[:3], sinks]
     return tuple(
-        x.new_empty(x.shape) if need and x is not None else dout.new_empty(0)
-        for x, need in zip(inputs, needs, strict=True)
+        x.new_empty(x.shape) if need and x is not None else dout.new_empty(0) for x, need in zip(inputs, needs, strict=True)
     )
 
 

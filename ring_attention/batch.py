@@ -27,9 +27,7 @@ def whole_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
         x = batch.get(name)
         if isinstance(x, Tensor) and x.dim() >= 2:
             return x.shape[0], x.shape[1]
-    raise UsageError(
-        f"the batch has no input_ids, inputs_embeds or labels of [B, S]; it has {', '.join(batch) or 'nothing'}"
-    )
+    raise UsageError(f"the batch has no input_ids, inputs_embeds or labels of [B, S]; it has {', '.join(batch) or 'nothing'}")
 
 
 def documents_of(batch: Mapping[str, Any]) -> Tensor | None:

@@ -178,9 +178,7 @@ def agree(teams: Sequence[Team], call: Call) -> Answer:
     text = json.dumps(call.described)
     checksum = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     lengths = [*call.lengths, *[0] * (NUM_LENGTHS - len(call.lengths))]
-    told = _spread(
-        teams, torch.tensor([checksum, call.problem is not None, secrets.randbits(62), dist.get_rank(), *lengths])
-    )
+    told = _spread(teams, torch.tensor([checksum, call.problem is not None, secrets.randbits(62), dist.get_rank(), *lengths]))
     rows: list[list[int]] = told.tolist()
     if any(row[1] or row[0] != rows[0][0] for row in rows):
         _complain(teams, [row[3] for row in rows], json.dumps([call.described, call.problem]))
@@ -258,9 +256,7 @@ class Ring:
         return received
 
 
-def all_to_all(
-    team: Team, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], tag: int = HEADS
-) -> list[Tensor]:
+def all_to_all(team: Team, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], tag: int = HEADS) -> list[Tensor]:
     """`sends[p]` goes to rank p; what comes from rank p has shape `shapes[p]`. The own part is not copied."""
     received = [sends[p] if p == team.rank else sends[p].new_empty(shapes[p]) for p in range(team.size)]
     others = [(team.rank + distance) % team.size for distance in range(1, team.size)]

@@ -97,9 +97,7 @@ class ContextParallel:
         self._entered.append(inside)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._entered.pop().__exit__(kind, error, trace)
         if error is None:
             self._check_attached()
@@ -160,9 +158,7 @@ class ContextParallel:
             weight: `[V, E]`.
             chunk_tokens: how many tokens' logits exist at a time; at most 2,048 by default.
         """
-        return loss.linear_cross_entropy(
-            hidden, weight, shift_labels, self._teams, ignore_index, tokens, bias, chunk_tokens
-        )
+        return loss.linear_cross_entropy(hidden, weight, shift_labels, self._teams, ignore_index, tokens, bias, chunk_tokens)
 
     def num_tokens(self, shift_labels: Tensor, group: Group | None = None, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Number of valid labels, summed over `group`, or over the ranks of this context. int64 scalar"""

@@ -59,9 +59,7 @@ class Sharding:
     def chunked(self, size: int) -> Sharding:
         """The same with documents cut every `size` tokens, each counted from its first one."""
         if self.documents is None and self.seq_len is None:
-            self.refuse(
-                "chunked attention needs the length of the whole sequence: shard the batch with cp.shard(batch)"
-            )
+            self.refuse("chunked attention needs the length of the whole sequence: shard the batch with cp.shard(batch)")
         ids = torch.zeros(1, self.seq_len or 0, dtype=torch.int64) if self.documents is None else self.documents
         rows, at = torch.atleast_2d(ids), torch.arange(ids.shape[-1])
         starts = rows.diff(dim=1, prepend=rows[:, :1] - 1) != 0
@@ -80,9 +78,7 @@ class Sharding:
         if len(teams) == 2:
             return "hybrid: the mesh has two axes"
         if self.seq_len is None:
-            return (
-                "auto: the length of the whole sequence is known to the attention call only; shard with cp.shard(batch)"
-            )
+            return "auto: the length of the whole sequence is known to the attention call only; shard with cp.shard(batch)"
         layout = layouts.parse(self.layout, self.seq_len)
         choice = chosen(sizes, layout.spec, mask.spec, MaskTensors(mask.documents, mask.prefix), device)
         return f"{choice.strategy}: {choice.why}"

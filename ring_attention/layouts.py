@@ -47,9 +47,7 @@ class Layout:
 
     def __init__(self, seq_len: int, world_size: int) -> None:
         if seq_len < 0 or world_size < 1:
-            raise UsageError(
-                f"{type(self).__name__} needs seq_len >= 0 and world_size >= 1, got {seq_len} and {world_size}"
-            )
+            raise UsageError(f"{type(self).__name__} needs seq_len >= 0 and world_size >= 1, got {seq_len} and {world_size}")
         self.seq_len = seq_len
         self.world_size = world_size
         self.spec = f"{type(self).__name__}:{seq_len}:{world_size}"

@@ -21,9 +21,7 @@ CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 1 << 21  # logits of one chunk, so that a small vocabulary does not mean one big chunk
 
 
-def cross_entropy(
-    logits: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None
-) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None) -> Tensor:
     """Cross entropy of logits [..., V] and labels [...], a scalar in fp32 (fp64 for fp64)."""
     _check(logits.shape[:-1], labels, "logits")
     flat = logits.flatten(0, -2)

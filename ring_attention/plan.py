@@ -258,3 +258,12 @@ def part(block: Block, queries: tuple[int, int], keys: tuple[int, int]) -> Block
     if high is not None and high >= qb - qa - 1:
         high = None
     return replace(block, q0=block.q0 + qa, q1=block.q0 + qb, k0=block.k0 + ka, k1=block.k0 + kb, low=low, high=high)
+
+
+def trimmed(block: Block, queries: tuple[int, int], keys: tuple[int, int]) -> Block:
+    """Like `part`, without the queries and keys at its edges that see nothing there; empty if none is left."""
+    whole = part(block, queries, keys)
+    L, K, low, high = whole.queries, whole.keys, whole.low, whole.high
+    first, last = (0 if low is None else max(0, low)), (L if high is None else min(L, K + high))
+    left, right = (0 if high is None else max(0, first - high)), (K if low is None else min(K, last - low))
+    return part(whole, (first, max(first, last)), (left, max(left, right)))

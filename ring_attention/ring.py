@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,18 +50,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def forward(rounds: Rounds, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, Hq, S, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> out [B, Hq, S, Dv], lse [B, Hq, S], both wide."""
-    total: tuple[Tensor, Tensor] | None = None
+    total = Merged(q.shape[:3], v.shape[-1], wide(q.dtype), q.device)
     for step, keys, values in _steps(rounds, k, v):
         for call in _calls(rounds, step, q):
             (query,), (key, value) = call.cut((q,), (keys, values))
-            out, norm = rounds.kernel.forward(query, key, value, call.block, call.table)
-            if total is None and out.shape[:3] == q.shape[:3]:
-                total = out.to(wide(q.dtype)), norm  # the first block is the start of the sum
-                continue
-            total = total or lse.empty((*q.shape[:3], v.shape[-1]), wide(q.dtype), q.device)
-            lse.merge_(total[0][call.queries], total[1][call.queries], out, norm)
+            total.add(call.queries, *rounds.kernel.forward(query, key, value, call.block, call.table))
         del keys, values  # before the next block is received
-    return total or lse.empty((*q.shape[:3], v.shape[-1]), wide(q.dtype), q.device)
+    return total.out.value(), total.norm.value()
 
 
 def backward(
@@ -90,21 +86,66 @@ def backward(
 
 
 class Sum:
-    """A wide sum of parts. A first part that covers all of it becomes the sum, without a copy."""
+    """A wide sum of parts [B, H, S, ...]. Where a part is the first it is written, not added, and a first part that
+    covers everything becomes the sum itself: no zeros are written to be read again."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, empty: float = 0.0) -> None:
+        self.shape, self.dtype, self.device, self.empty = tuple(shape), dtype, device, empty
         self._sum: Tensor | None = None
+        self._written = np.zeros((shape[0], shape[2]), dtype=bool)  # [B, S]
+
+    def take(self, at: Index, part: Tensor) -> bool:
+        """Writes a part where nothing has been written; False if it has to be added to what is there."""
+        rows, _, tokens = at
+        written = self._written[rows, tokens]
+        if self._sum is None and tuple(part.shape) == self.shape:
+            self._sum = part.to(self.dtype)
+        elif not written.any():
+            self._storage()[at] = part
+        else:
+            self._blank(at)
+            return False
+        written[...] = True
+        return True
 
     def add(self, at: Index, part: Tensor) -> None:
-        if self._sum is None and part.shape == self.shape:
-            self._sum = part.to(self.dtype)
-        else:
-            self._sum = self.value()
-            self._sum[at] += part
+        if not self.take(at, part):
+            self._storage()[at] += part
+
+    def at(self, index: Index) -> Tensor:
+        return self._storage()[index]
 
     def value(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if self._sum is None else self._sum
+        self._blank((slice(None), slice(None), slice(None)))
+        return self._storage()
+
+    def _storage(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self._sum
+
+    def _blank(self, at: Index) -> None:
+        """Puts `empty` where nothing has been written."""
+        rows, _, tokens = at
+        written = self._written[rows, tokens]
+        if not written.all():
+            hole = torch.from_numpy(~written).to(self.device)[:, None]
+            target = self._storage()[at]
+            target.masked_fill_(hole[..., None] if target.dim() == 4 else hole, self.empty)
+            written[...] = True
+
+
+class Merged:
+    """Outputs and their log-sum-exp, merged block by block."""
+
+    def __init__(self, shape: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.out = Sum((*shape, width), dtype, device)
+        self.norm = Sum(shape, dtype, device, -torch.inf)
+
+    def add(self, at: Index, out: Tensor, norm: Tensor) -> None:
+        first = self.out.take(at, out), self.norm.take(at, norm)
+        if not all(first):
+            lse.merge_(self.out.at(at), self.norm.at(at), out, norm)
 
 
 class Homeward:

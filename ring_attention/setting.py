@@ -85,9 +85,7 @@ class Asked:
         }
         scores = Scores(max(sizes.head_dim, 1) ** -0.5 if scale is None else scale, softcap)
         lengths = query.shape[2] if query.dim() == 4 else 0, key.shape[2] if key.dim() == 4 else 0
-        return cls(
-            request, tensors, table, sizes, scores, teams, described, problem, lengths, query.device, query.dtype
-        )
+        return cls(request, tensors, table, sizes, scores, teams, described, problem, lengths, query.device, query.dtype)
 
     def call(self, name: str) -> Call:
         return Call({"call": name, **self.described}, self.lengths, self.problem)
@@ -136,12 +134,8 @@ class Setting:
             self._keys = HeadExchange(heads, [key_layout.held(first + rank) for rank in range(width)])
             self._key_index = self._split.key_index(heads.rank)
         ours, theirs = layouts.merged(layout, width), layouts.merged(key_layout, width)
-        steps = plan.cached(
-            ours.spec, theirs.spec, asked.request.mask, asked.tensors, place // width, asked.table is not None
-        )
-        kernel = kernels.choose(
-            asked.device, asked.dtype, asked.scores, max(asked.sizes.head_dim, asked.sizes.value_dim)
-        )
+        steps = plan.cached(ours.spec, theirs.spec, asked.request.mask, asked.tensors, place // width, asked.table is not None)
+        kernel = kernels.choose(asked.device, asked.dtype, asked.scores, max(asked.sizes.head_dim, asked.sizes.value_dim))
         ahead = ours.world_size if choice.strategy == "gather" else 1
         self.rounds = Rounds(ring, steps, kernel, ahead, asked.table)
 
@@ -182,9 +176,7 @@ class Setting:
 
 
 # ------------------------------------------------------------------------------------------------ checks
-def _input_problem(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None
-) -> str | None:
+def _input_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None) -> str | None:
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         return f"query, key and value must be [B, H, S, D]; shapes are {shapes}"
@@ -199,9 +191,7 @@ def _input_problem(
     if key.shape[2] != value.shape[2] or query.shape[3] != key.shape[3]:
         return f"key and value must have one length, query and key one head dim; shapes are {shapes}"
     if sinks is not None and (tuple(sinks.shape) != (query.shape[1],) or not sinks.dtype.is_floating_point):
-        return (
-            f"sinks must be floating [{query.shape[1]}], one for each query head; got {sinks.dtype} {list(sinks.shape)}"
-        )
+        return f"sinks must be floating [{query.shape[1]}], one for each query head; got {sinks.dtype} {list(sinks.shape)}"
     if softcap is not None and not softcap > 0:
         return f"softcap must be positive, got {softcap}"
     return None

@@ -72,9 +72,7 @@ def attach(model: nn.Module) -> Attachment:
         raise UsageError(f"{type(model).__name__} is attached already; detach it first")
     names = {path: _register("eager" if old == "eager" else "sdpa") for path, old in before.items()}
     _select(model, names)
-    left = [
-        path or "the model" for path, config in _configs(model).items() if config._attn_implementation != names[path]
-    ]
+    left = [path or "the model" for path, config in _configs(model).items() if config._attn_implementation != names[path]]
     if left:
         _select(model, before)
         raise UsageError(f"{type(model).__name__} does not take its attention from the registry ({', '.join(left)})")
@@ -167,9 +165,7 @@ class Rule:
 
     def _add(self, function: Callable[..., Any], sharding: Sharding) -> None:
         name = function.__qualname__.split(".")[0]
-        held = dict(
-            zip(function.__code__.co_freevars, [c.cell_contents for c in function.__closure__ or ()], strict=True)
-        )
+        held = dict(zip(function.__code__.co_freevars, [c.cell_contents for c in function.__closure__ or ()], strict=True))
         match name:
             case "causal_mask_function":
                 self.causal = True
@@ -243,6 +239,4 @@ def _refuse_state(model: nn.Module) -> None:
         if kind in STATE_LAYER_TYPES:
             raise UsageError(f"layer {index} ({kind}) carries state along the sequence and cannot be split over ranks")
     if getattr(whole, "is_encoder_decoder", False):
-        raise UsageError(
-            f"{type(model).__name__} is an encoder-decoder model; only decoders and encoders can be attached"
-        )
+        raise UsageError(f"{type(model).__name__} is an encoder-decoder model; only decoders and encoders can be attached")
