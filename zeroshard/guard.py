@@ -24,6 +24,7 @@ States = dict[int, dict[str, Any]]
 
 STALL_S = 1.0
 POLL_S = 0.3
+LINGER_S = 120.0
 
 
 class Guard:
@@ -41,6 +42,7 @@ class Guard:
         self._last_seen: dict[int, str] = {}
         self._channels: list[comm.Channel] = []
         self._released: dict[tuple[int, str], Any] = {}
+        self._lingers = False
 
     def start(self, token: str, members: list[int], channels: tuple[comm.Channel, ...]) -> None:
         """`token` is the same on all ranks of the runtime and on no other runtime; `members` are its global ranks."""
@@ -55,8 +57,7 @@ class Guard:
         self._posted[pending.label] += 1
 
     def waiting(self, pending: comm.Pending) -> None:
-        if self.verdict:
-            raise DivergenceError(self.verdict)
+        self._raise_verdict()
         self._current = (pending, time.monotonic())
 
     def finished(self, pending: comm.Pending) -> None:
@@ -64,22 +65,28 @@ class Guard:
         self._posted[pending.label] -= 1
         if not self._posted[pending.label]:
             del self._posted[pending.label]
-        if self.verdict is None and since and time.monotonic() - since >= STALL_S:
-            self.verdict = self._read("verdict")  # what woke us may have been the guard of another rank
-        if self.verdict:
-            raise DivergenceError(self.verdict)
+        if since and time.monotonic() - since >= STALL_S:
+            self.verdict = self.verdict or self._read("verdict")  # what woke us may have been another rank's guard
+        self._raise_verdict()
 
     def failed(self, pending: comm.Pending, peer: int, error: Exception) -> Exception:
         """The transport gave up on `peer`: it is gone, too slow, or has already raised the verdict of a divergence."""
         self.verdict = self.verdict or self._read("verdict")
-        if self.verdict:
-            return DivergenceError(self.verdict)
+        self._raise_verdict()
         seen = self._last_seen.get(peer)
         waited = f"; it was waiting in {seen!r}" if seen else ""
         return StallError(
             f"rank {peer} did not arrive at {pending.label!r} (rank {self.rank} waited for it there){waited}. It is dead, "
             f"stuck, or slower than the group's timeout allows: {_first_line(error)}"
         )
+
+    def _raise_verdict(self) -> None:
+        """The others may still wait for this rank: somebody goes on answering them, though the model may be gone."""
+        if self.verdict is not None:
+            if not self._lingers:
+                self._lingers = True
+                threading.Thread(target=_linger, args=(self,), name="zeroshard-guard", daemon=True).start()
+            raise DivergenceError(self.verdict)
 
     # ---- the thread
 
@@ -176,4 +183,14 @@ def _watch(ref: weakref.ref[Guard]) -> None:
         except Exception:  # the store went away with its host; the waits themselves will say so
             return
         guard = None
+        time.sleep(POLL_S)
+
+
+def _linger(guard: Guard) -> None:
+    until = time.monotonic() + LINGER_S
+    while time.monotonic() < until:
+        try:
+            guard.look({})
+        except Exception:  # the store went away with its host
+            return
         time.sleep(POLL_S)
