@@ -1,12 +1,15 @@
 """zeroshard: optimizer state, gradients and parameters partitioned over ranks, around any PyTorch loop."""
 
 from .api import shard
+from .checkpoint import load, save
 from .config import DivergenceError, Precision, ShardError, StallError
+from .ema import EMA
 from .memory import estimate
 from .reading import full_gradients, full_state_dict, gathered
 from .stats import stats
 
 __all__ = [
+    "EMA",
     "DivergenceError",
     "Precision",
     "ShardError",
@@ -15,6 +18,8 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "gathered",
+    "load",
+    "save",
     "shard",
     "stats",
 ]

@@ -75,6 +75,7 @@ class Runtime:
         self.entry_of: dict[int, Entry] = {id(entry.param): entry for unit in units for entry in unit.entries}
         self.scope_of_unit = {unit.index: scope.index for scope in scopes for unit in scope.units}
         self.has_optimizer = False
+        self.unpublished: Any = None  # a save in the background that nobody has waited for
         self.backward = Backward(self)
         self._depth = 0
         self._pushed: list[bool] = []

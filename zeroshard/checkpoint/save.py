@@ -1,0 +1,272 @@
+"""save: every rank writes what it holds into a new folder; when all have, rank 0 renames one index into place.
+
+    begin     the ranks agree on what is saved; rank 0 makes the folder
+    write     each rank its own file; in the background if asked, from copies made at the call
+    publish   the ranks tell what they have written; rank 0 renames the index into place and clears what it replaced
+
+What fails on one rank before the rename is raised on all, and the checkpoint that was there is still there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import threading
+import weakref
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import ShardError
+from ..ema import EMA
+from ..runtime import Runtime, runtime_of
+from . import contents, files
+from .contents import OptimizerView, Part
+from .files import Item
+from .plan import Turns
+from .together import place_of, same, together
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    extra: Any = None,
+    ema: EMA | None = None,
+    blocking: bool = True,
+) -> Saving | None:
+    """Writes a checkpoint that `load` reads at any stage, on any number of ranks, bit for bit. Collective.
+
+    Args:
+        path: a folder on a file system that all ranks share. A checkpoint that is there is replaced in one instant: if
+            anything fails, or the job is killed at any moment, `load(path)` finds the old one or the new one, complete.
+        optimizer: the sharded optimizer, the list of them, or `None` to save no optimizer state.
+        extra: anything made of tensors, arrays, numbers, strings, lists, tuples, dicts and sets: scheduler and loss scaler
+            states, random states, the position in the data. Each rank may give its own.
+        ema: an `EMA` of the model.
+        blocking: `False` copies this rank's values and returns a handle; they are written while training goes on. The
+            checkpoint is published by the handle's `wait()`, which all ranks must call, or by their next `save` or `load`.
+
+    Memory beyond the model's own: the largest piece of one tensor; with `blocking=False` a copy of what this rank writes.
+
+    Raises:
+        ShardError: on all ranks, when any rank cannot write (its text says which and why), or something cannot be saved.
+        DivergenceError: the ranks were called with different paths, optimizers or averages.
+    """
+    runtime = runtime_of(model, "save")
+    finish_earlier(runtime)
+    saving = _begin(pathlib.Path(os.path.abspath(path)), model, runtime, optimizer, extra, ema)
+    if blocking:
+        saving.write()
+        saving.wait()
+        return None
+    saving.write_in_background()
+    runtime.unpublished = saving
+    return saving
+
+
+def finish_earlier(runtime: Runtime) -> None:
+    """Waits for a save in the background that nobody has waited for; its error is raised here."""
+    if runtime.unpublished is not None:
+        runtime.unpublished.wait()
+
+
+# ------------------------------------------------------------------------------------------ begin
+
+
+def _begin(path: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: Any, extra: Any, ema: EMA | None) -> Saving:
+    topology, place = runtime.topology, place_of(runtime.topology)
+    views: list[OptimizerView] = []
+    packed, message, error = b"", b"", None
+    folder = _Folder(path, secrets.token_hex(4))
+    try:
+        views = contents.views(optimizer, runtime)
+        packed = contents.pack("extra", extra)
+        if ema is not None:
+            ema.belongs_to(runtime)
+        if place == 0:
+            folder.prepare()
+        about = {"path": str(path), "optimizers": [view.label for view in views], "ema": ema is not None}
+        states = [view.describe() for view in views]
+        mine = {"about": about, "folder": [folder.save_id, folder.exists], "extra": zlib.crc32(packed), "states": states}
+        message = contents.pack("the state of the optimizer", mine)
+    except Exception as problem:
+        error = problem
+    try:
+        told = [contents.unpack(text) for text in together(topology, "save: begin", message, error)]
+        same(topology, "save", [each["about"] for each in told])
+        states = [contents.merged([each["states"][index] for each in told]) for index in range(len(views))]
+        folder = _Folder(path, *told[0]["folder"])
+        things = _gather_up(model, runtime, views, states, ema, place)
+    except Exception:
+        folder.discard(place)
+        raise
+    if place == 0 or told[place]["extra"] != told[0]["extra"]:
+        name = contents.EXTRA if place == 0 else f"{contents.EXTRA}.{place}"
+        things.packed[name] = packed
+    return Saving(runtime, folder, things)
+
+
+@dataclasses.dataclass
+class _Things:
+    """What this rank writes, and what all ranks together do."""
+
+    items: list[Item]
+    packed: dict[str, bytes]
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    aliases: dict[str, str]
+
+
+def _gather_up(
+    model: nn.Module, runtime: Runtime, views: list[OptimizerView], states: list[Any], ema: EMA | None, place: int
+) -> _Things:
+    buffers, extra_state = contents.buffers(model, runtime)
+    parts = contents.parameters(runtime) + (contents.averages(ema, runtime) if ema is not None else [])
+    tensors = {part.name: (part.shape, part.values.dtype) for part in parts}
+    for view, state in zip(views, states, strict=True):
+        for name in (name for name in view.entries if name in state):
+            entry = view.entries[name]
+            own = view.optimizer.state.get(entry.param, {})
+            for key, what in sorted(state[name].items()):
+                if "value" in what:
+                    continue
+                shape = tuple(entry.slot.shape) if what["like"] else tuple(what["shape"])
+                tensors[contents.state_name(name, key)] = (shape, what["dtype"])
+                if view.holds(entry) and key in own:
+                    parts.append(view.part(entry, key, what["like"], own[key].detach()))
+    topology = runtime.topology
+    everywhere, replicas = Turns(topology.ranks, place), Turns(topology.replicate.size, topology.replicate.rank)
+    mine = [part for part in parts if (everywhere if part.everywhere else replicas).mine(part.values.nbytes)]
+    for name, buffer in buffers.items():
+        tensors[f"model.{name}"] = (tuple(buffer.shape), buffer.dtype)
+        if place == 0:
+            mine.append(Part(f"model.{name}", tuple(buffer.shape), 0, buffer.detach().reshape(-1), True))
+    packed = {}
+    if place == 0:
+        whole = {
+            "parameters": [list(entry.names) for entry in runtime.entry_of.values()],
+            "buffers": list(buffers),
+            "extra_state": extra_state,
+            "ema": ema is not None,
+            "optimizers": [
+                {"class": type(view.optimizer).__name__, "groups": view.groups(), "state": state, "globals": view.globals()}
+                for view, state in zip(views, states, strict=True)
+            ],
+        }
+        packed[contents.CONTENTS] = contents.pack("the groups of the optimizer", whole)
+    return _Things(files.items_of(mine), packed, tensors, contents.aliases(runtime))
+
+
+# ------------------------------------------------------------------------------------------ write and publish
+
+
+class Saving:
+    """A save under way. `wait()` ends it, on all ranks."""
+
+    def __init__(self, runtime: Runtime, folder: _Folder, things: _Things):
+        self._runtime, self._topology = weakref.ref(runtime), runtime.topology
+        self._folder, self._things = folder, things
+        self._place = place_of(runtime.topology)
+        self._thread: threading.Thread | None = None
+        self._written: files.Written | None = None
+        self._error: Exception | None = None
+        self._done = False
+
+    def write(self) -> None:
+        try:
+            file = f"{self._folder.data_folder}/__{self._place}_0.distcp"
+            self._written = files.write(self._folder.root, file, self._things.packed, self._things.items)
+        except Exception as problem:
+            self._error = problem
+        self._things.items.clear()
+
+    def write_in_background(self) -> None:
+        self._things.items = [dataclasses.replace(item, values=item.values.to("cpu", copy=True)) for item in self._things.items]
+        self._thread = threading.Thread(target=self.write, name="zeroshard-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is published. Collective, once; raises what went wrong on any rank, on all."""
+        if self._done:
+            return
+        self._done = True
+        runtime = self._runtime()
+        if runtime is not None and runtime.unpublished is self:
+            runtime.unpublished = None
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            message = b"" if self._written is None else json.dumps(dataclasses.astuple(self._written)).encode()
+            told = together(self._topology, "save: what was written", message, self._error)
+            error: Exception | None = None
+            if self._place == 0:
+                try:
+                    self._publish([files.Written(*json.loads(text)) for text in told])
+                except Exception as problem:
+                    error = problem
+            together(self._topology, "save: published", error=error)
+        except Exception:
+            self._folder.discard(self._place)
+            raise
+        if self._place == 0:
+            self._folder.clear_replaced()
+
+    def _publish(self, written: list[files.Written]) -> None:
+        things = self._things
+        self._folder.publish(files.index_of(written, things.tensors, things.aliases, self._folder.save_id))
+
+
+class _Folder:
+    """Where a save goes. Rank 0 alone makes, renames and removes anything but the ranks' own files.
+
+    root: the checkpoint's folder if it exists, where the index is renamed over the old one; otherwise a hidden folder beside
+    it, which is renamed to it: so a first save that is broken off leaves nothing under the checkpoint's own name.
+    """
+
+    def __init__(self, path: pathlib.Path, save_id: str, exists: bool | None = None):
+        self.path, self.save_id = path, save_id
+        self.exists = path.exists() if exists is None else exists
+        self.root = path if self.exists else path.with_name(f".{path.name}.saving-{save_id}")
+        self.data_folder, self.published = f"data-{save_id}", False
+
+    def prepare(self) -> None:
+        for left in self.path.parent.glob(f".{self.path.name}.saving-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if self.exists:
+            self._remove_data_except(self._in_use())
+        (self.root / self.data_folder).mkdir(parents=True)
+
+    def _in_use(self) -> set[str]:
+        """Data folders of the checkpoint that is there; all of them if that cannot be told."""
+        try:
+            index = files.read_index(self.path)
+        except ShardError:
+            unreadable = (self.path / files.INDEX).exists()
+            return {folder.name for folder in self.path.glob("data-*")} if unreadable else set()
+        return {info.relative_path.split("/")[0] for info in index.metadata.storage_data.values()}
+
+    def _remove_data_except(self, keep: set[str]) -> None:
+        for folder in self.path.glob("data-*"):
+            if folder.name not in keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(self, index: bytes) -> None:
+        files.sync_folder(self.root / self.data_folder)
+        files.replace_file(self.root / files.INDEX, index)
+        if self.root != self.path:
+            os.rename(self.root, self.path)
+            files.sync_folder(self.path.parent)
+        self.published = True
+
+    def clear_replaced(self) -> None:
+        self._remove_data_except({self.data_folder})
+
+    def discard(self, place: int) -> None:
+        if place == 0 and not self.published:
+            shutil.rmtree(self.root / self.data_folder if self.exists else self.root, ignore_errors=True)
