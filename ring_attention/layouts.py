@@ -228,6 +228,14 @@ def merged(layout: Layout, neighbours: int) -> Layout:
     return Explicit(layout.seq_len, len(groups), spans)
 
 
+def named(name: str, mask: Work, seq_len: int, world_size: int) -> Layout:
+    """A layout by its name in any case, for command lines."""
+    classes = {c.__name__.lower(): c for c in (Contiguous, ZigZag, Striped, Balanced)}
+    if name.lower() not in classes:
+        raise UsageError(f"unknown layout {name!r}; there are {', '.join(classes)}")
+    return classes[name.lower()].build(mask, seq_len, world_size)
+
+
 @lru_cache(maxsize=256)
 def parse(spec: str, seq_len: int | None = None) -> Layout:
     """The layout of a `spec`; `seq_len` stands in for a `?`."""

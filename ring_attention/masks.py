@@ -62,6 +62,13 @@ class Mask:
             f"prefix={_shape(self.prefix)}, mask_mod={mod_name(self.mask_mod)})"
         )
 
+    def summary(self) -> str:
+        """A few words for people."""
+        words = ["causal"] if self.causal else []
+        words += [] if self.window is None else [f"window {self.window}"]
+        words += [name for name in ("documents", "prefix", "mask_mod") if getattr(self, name) is not None]
+        return " + ".join(words) or "full attention"
+
     @property
     def reach(self) -> Window:
         """How far a query sees to the left and to the right; `None` is no limit."""

@@ -226,12 +226,13 @@ def _select(model: Any, names: dict[str, str]) -> None:
 
 
 def _refuse_state(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if CARRY_STATE.search(kind) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name:
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    found = [name for name, kind in kinds.items() if CARRY_STATE.search(kind)]
+    for name in found:
+        if not any(other.startswith(f"{name}.") or (not name and other) for other in found):  # the innermost one
             raise UsageError(
-                f"{name} ({kind}) carries state along the sequence; parts of a sequence on different ranks would each "
-                "start anew. Models with such layers cannot be split along the sequence"
+                f"{name or 'the model'} ({kinds[name]}) carries state along the sequence; parts of a sequence on "
+                "different ranks would each start anew. Models with such layers cannot be split along the sequence"
             )
     whole: Any = model.config
     config = whole.get_text_config()

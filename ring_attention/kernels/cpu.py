@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attention.plan import Block, banded, part, trimmed
+from ring_attention.plan import Block, banded, trimmed
 
 SMALL_PAIRS = 1 << 16  # up to this many pairs are one call, whatever the mask
 UNIT = 128  # sizes that are multiples of this run fastest
