@@ -93,12 +93,12 @@ class ContextParallel:
     def __enter__(self) -> ContextParallel:
         self._check_attached()
         inside = Inside(self)
-        inside.__enter__()
+        inside.open()
         self._entered.append(inside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+        self._entered.pop().close(failed=error is not None)
         if error is None:
             self._check_attached()
 

@@ -1,20 +1,20 @@
 """What a sequence in parts means for attention calls that know nothing of it: `scaled_dot_product_attention` anywhere
 in a model, while `with cp:` is open.
 
-Nothing of torch is replaced. A `TorchFunctionMode` belongs to one thread, nests, and is gone when the block is left,
-by its end or by an exception.
+Code that took the function out of `torch.nn.functional` by `from ... import` beforehand is not reached; it can call
+`ring_attention` itself.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
+import sys
+import threading
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import CheckpointFunction
 
 from ring_attention import attention, comm, layouts
 from ring_attention.comm import Call, Team
@@ -94,29 +94,59 @@ class Holder(Protocol):
     sharding: Sharding
 
 
-class Inside(TorchFunctionMode):
-    """Open while `with cp:` is: attention means the whole sequence."""
+class Inside:
+    """Open while `with cp:` is: attention means the whole sequence, in this thread and in backward passes.
+
+    Two functions of `torch.nn.functional` are replaced by methods of this object. Their place is the only state: the
+    innermost `Inside` stands there and knows what it replaced, another one included.
+    """
 
     def __init__(self, holder: Holder) -> None:
-        super().__init__()
         self.holder = holder
         self.paused = False
+        self.closed = True
+        self._thread = threading.get_ident()
+        self._attention, self._multi_head = self.attention, self.multi_head
+        # calls in a reentrant checkpoint whose recomputation is still to come
+        self._unfinished = 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self.paused:
-            if func is F.scaled_dot_product_attention:
-                return self._attention(func, *args, **kwargs)
-            if func is F.multi_head_attention_forward:
-                return self._multi_head(*args, **kwargs)
-        return func(*args, **kwargs)
+    def open(self) -> None:
+        self.closed = False
+        self.plain_attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self._attention
+        self.plain_multi_head, F.multi_head_attention_forward = F.multi_head_attention_forward, self._multi_head
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it computes attention without calling it
 
-    def _attention(
-        self, plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    def close(self, failed: bool) -> None:
+        """Puts back what was there. One that another thread has covered stays, inert, until that one closes."""
+        self.closed = True
+        torch.backends.mha.set_fastpath_enabled(self._fast_path)
+        while (top := _installed()) is not None and top.closed:
+            F.scaled_dot_product_attention = top.plain_attention
+            F.multi_head_attention_forward = top.plain_multi_head
+        if self._unfinished > 0 and not failed:
+            self.holder.sharding.refuse(
+                "a checkpoint with use_reentrant=True around scaled_dot_product_attention recomputes after `with cp` is "
+                "left, where attention sees local tokens only: run backward inside `with cp`, or attach the model"
+            )
+
+    @property
+    def active(self) -> bool:
+        """Not closed, not paused, and asked from its own thread or from a backward pass."""
+        here = self._thread == threading.get_ident() or torch._C._current_graph_task_id() != -1
+        return here and not self.closed and not self.paused
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
+        """Takes the place of `scaled_dot_product_attention`."""
+        if not torch.compiler.is_compiling():
+            if not self.active:
+                return self.plain_attention(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+            self._count_checkpoints()
         sharding = self.holder.sharding
         if dropout_p > 0:
             sharding.refuse(f"dropout_p={dropout_p}: attention dropout over a split sequence is not exact; set it to 0")
@@ -125,36 +155,53 @@ class Inside(TorchFunctionMode):
                 "attn_mask: a mask or bias over this rank's tokens says nothing about the other ranks' keys; "
                 "use is_causal, the batch's documents, or ring_attention(mask=...)"
             )
+        shape = query.shape
         if query.dim() != 4:
-            shape = query.shape
-            query, key, value = (_four_dims(x) for x in (query, key, value))
-            out = self._attention(plain, query, key, value, None, 0.0, is_causal, scale, enable_gqa)
-            return out.reshape(*shape[:-1], value.shape[-1])
+            query, key, value = _four_dims(query), _four_dims(key), _four_dims(value)
         if query.shape[1] != key.shape[1] and not enable_gqa:
             sharding.refuse(
                 f"query has {query.shape[1]} heads, key {key.shape[1]}: scaled_dot_product_attention needs enable_gqa"
             )
-        return sharding.attend(query, key, value, sharding.mask(is_causal, None), scale)
+        out = sharding.attend(query, key, value, sharding.mask(is_causal, None), scale)
+        return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
 
-    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        """nn.MultiheadAttention's body, with the attention inside it looked up here."""
-        if kwargs.get("need_weights", True):
+    def multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of `multi_head_attention_forward`, which computes attention by itself if weights are wanted."""
+        if kwargs.get("need_weights", True) and not torch.compiler.is_compiling() and self.active:
             self.holder.sharding.refuse(
                 "nn.MultiheadAttention with need_weights=True: attention weights of a split sequence are not at hand; "
                 "pass need_weights=False"
             )
-        body = F.multi_head_attention_forward
-        attend = lambda *a, **k: self._attention(F.scaled_dot_product_attention, *a, **k)  # noqa: E731
-        names = {**body.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
-        inner = types.FunctionType(body.__code__, names, body.__name__, body.__defaults__, body.__closure__)
-        inner.__kwdefaults__ = body.__kwdefaults__
-        return inner(*args, **kwargs)
+        return self.plain_multi_head(*args, **kwargs)
+
+    def _count_checkpoints(self) -> None:
+        """A reentrant checkpoint runs its forward without gradients, and once more, with them, in backward."""
+        if torch.is_grad_enabled():
+            self._unfinished -= torch._C._current_graph_task_id() != -1 and self._unfinished > 0
+            return
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                self._unfinished += any(frame.f_locals["ctx"].needs_input_grad)
+                return
 
 
 def current() -> Inside | None:
     """The innermost open `with cp:` of this thread."""
-    open_modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Inside)]
-    return open_modes[-1] if open_modes else None
+    inside = _installed()
+    while inside is not None and not inside.active:
+        inside = _owner(inside.plain_attention)
+    return inside
+
+
+def _installed() -> Inside | None:
+    return _owner(F.scaled_dot_product_attention)
+
+
+def _owner(function: Any) -> Inside | None:
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, Inside) else None
 
 
 def _four_dims(x: Tensor) -> Tensor:
