@@ -1,7 +1,7 @@
 """zeroshard: optimizer state, gradients and parameters partitioned over ranks, around any PyTorch loop."""
 
 from .api import shard
-from .checkpoint import load, save
+from .checkpoint import export, load, materialize, save
 from .config import DivergenceError, Precision, ShardError, StallError
 from .ema import EMA
 from .memory import estimate
@@ -15,10 +15,12 @@ __all__ = [
     "ShardError",
     "StallError",
     "estimate",
+    "export",
     "full_gradients",
     "full_state_dict",
     "gathered",
     "load",
+    "materialize",
     "save",
     "shard",
     "stats",
