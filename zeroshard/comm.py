@@ -14,6 +14,7 @@ Shapes: [shard_numel] one rank's share, [numel] = [size * shard_numel] a whole f
 from __future__ import annotations
 
 import dataclasses
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -205,14 +206,16 @@ class Channel:
     def __init__(self, group: ProcessGroup | None, watch: Watch | None = None, native: bool | None = None):
         self.group: Any = group
         self.watch = watch or Alone()
-        self.ranks = [dist.get_rank() if dist.is_initialized() else 0] if group is None else _ranks(group)
+        self.ranks = [dist.get_rank() if dist.is_initialized() else 0] if group is None else list(dist.get_process_group_ranks(group))
         self.rank = 0 if group is None else group.rank()
         self.size = len(self.ranks)
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.bytes_sent, self.skipped_steps = 0, torch.zeros((), dtype=torch.int64)
-        if native is None:
-            native = group is not None and "gloo" not in _backend(group)
-        self.transport: Messages | Native = Native(self) if native else Messages(self)
+        self._native = group is not None and "gloo" not in _backend(group) if native is None else native
+
+    @property
+    def transport(self) -> Messages | Native:
+        return Native(self) if self._native else Messages(self)
 
     def gather(self, label: str, full: torch.Tensor) -> Pending:
         """Fills `full` [numel] with every rank's share; this rank's own must already lie in it. -> full"""
@@ -297,8 +300,6 @@ class Topology:
 
     def exchange_bytes(self, label: str, message: bytes) -> list[tuple[int, bytes]]:
         """(global rank, message) of every rank."""
-        import json
-
         row = dict(zip(self.shard.ranks, (m.hex() for m in self.shard.exchange_bytes(label, message)), strict=True))
         rows = self.replicate.exchange_bytes(f"{label} over replicas", json.dumps(row).encode())
         return [(int(rank), bytes.fromhex(text)) for row_ in rows for rank, text in json.loads(row_).items()]
@@ -334,10 +335,6 @@ def whole_world_store() -> Any:
 
 def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ranks(group: ProcessGroup) -> list[int]:
-    return list(dist.get_process_group_ranks(group))
 
 
 def _backend(group: ProcessGroup) -> str:

@@ -47,7 +47,7 @@ class Guard:
     def start(self, token: str, members: list[int], channels: tuple[comm.Channel, ...]) -> None:
         """`token` is the same on all ranks of the runtime and on no other runtime; `members` are its global ranks."""
         self.store, self.prefix, self.members = comm.whole_world_store(), f"zeroshard/{token}", members
-        self._channels = list(channels)
+        self._channels = [weakref.proxy(channel) for channel in channels]  # a channel owns its guard
         if self.store is not None and len(members) > 1:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="zeroshard-guard", daemon=True).start()
 
