@@ -104,9 +104,10 @@ def build_inputs(
         sequences, held_out = pack(corpus, loaded.encode, seq_len=options.seq_len, seed=options.seed)
         console.print(
             f"{loaded.name} on {corpus.name}: {len(sequences)} sequences of {options.seq_len:,} tokens, "
-            f"{len(held_out)} held out\n{accelerator.num_replicas} replicas x {accelerator.context_parallel_size} "
-            f"ranks that share a sequence, stage {options.stage}, {options.precision}",
+            f"{len(held_out)} held out\nranks: {accelerator.num_processes}, sharing each sequence: "
+            f"{accelerator.context_parallel_size}; stage {options.stage}, {options.precision}",
             highlight=False,
+            soft_wrap=True,
         )
         held_out.pad(options.batch_size * accelerator.num_replicas)
         return loaded, sequences, held_out
