@@ -2,8 +2,9 @@
 
     model.<name>                     parameters (masters) and persistent buffers
     optim.state.<name>.<key>         optimizer state of a parameter, tensors only
+    optim.param_groups.<i>.<key>     options of the groups of all optimizers; `params` are names
     ema.<name>                       averages
-    zeroshard.contents               groups and their options, state that is no tensor, which state is shaped like what
+    zeroshard.contents               state that is no tensor, which state is shaped like its parameter, extra state of modules
     zeroshard.extra[.<rank>]         the caller's own; a rank's only where it differs from rank 0's
 
 A `Part` is what this rank holds of one tensor. The same description serves saving, where its values are written, and
@@ -122,13 +123,9 @@ class OptimizerView:
                 self.entries[entry.name] = entry
 
     def groups(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "params": [self.runtime.entry_of[id(param)].name for param in group["params"]],
-                "options": {key: value for key, value in group.items() if key != "params"},
-            }
-            for group in self.optimizer.param_groups
-        ]
+        """The groups with the names of their parameters."""
+        names = self.runtime.entry_of
+        return [{**group, "params": [names[id(p)].name for p in group["params"]]} for group in self.optimizer.param_groups]
 
     def holds(self, entry: Entry) -> bool:
         """Whether this rank has the state of a parameter; otherwise another rank of the shard group owns it."""
@@ -223,7 +220,7 @@ def pack(what: str, value: Any) -> bytes:
     """`value` as bytes that `unpack` reads without running anything. Raises ShardError naming `what`."""
     stream = io.BytesIO()
     try:
-        torch.save(value, stream)
+        torch.save(value, stream, _use_new_zipfile_serialization=False)  # a tenth of the newer format's size
         unpack(stream.getvalue())
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

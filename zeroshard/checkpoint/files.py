@@ -156,12 +156,15 @@ def _check_complete(state: dict[str, Any]) -> None:
             raise ShardError(f"{name}: the ranks together hold {[tuple(c.sizes) for c in what.chunks]} of {tuple(what.size)}")
 
 
-def _path_in_state_dict(name: str) -> tuple[str, ...]:
+def _path_in_state_dict(name: str) -> tuple[str | int, ...]:
     """Where other tools put an entry when they rebuild nested dicts: {"optim": {"state": {parameter: {key: ...}}}}."""
     top, _, rest = name.partition(".")
-    if top == "optim" and rest.startswith("state."):
+    if rest.startswith("state.") and top == "optim":
         parameter, _, key = rest.removeprefix("state.").rpartition(".")
         return ("optim", "state", parameter, key)
+    if rest.startswith("param_groups.") and top == "optim":
+        number, _, key = rest.removeprefix("param_groups.").partition(".")
+        return ("optim", "param_groups", int(number), key)
     return (top, rest)
 
 
@@ -194,6 +197,11 @@ class Index:
     metadata: Metadata
     save_id: str
     files: dict[str, tuple[int, str]] | None
+
+    def under(self, *path: str | int) -> dict[tuple[Any, ...], str]:
+        """rest of the path in the state dict -> name, of all entries below `path`."""
+        paths: dict[str, tuple[Any, ...]] = self.metadata.planner_data or {}
+        return {tuple(p[len(path) :]): name for name, p in paths.items() if tuple(p[: len(path)]) == path}
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
         what = self.metadata.state_dict_metadata.get(name)

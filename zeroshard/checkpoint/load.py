@@ -103,7 +103,7 @@ class _Loading:
 
     def match(self, optimizer: Any, ema: EMA | None) -> None:
         packed = self.reader.read_bytes(contents.CONTENTS)
-        self.contents = {} if packed is None else contents.unpack(packed)
+        self.contents = _of_another_tool(self.reader, self.runtime) if packed is None else contents.unpack(packed)
         self._match_model()
         self.views = contents.views(optimizer, self.runtime)
         if self.views:
@@ -162,7 +162,8 @@ class _Loading:
         saved = self.contents.get("optimizers", [])
         if not saved:
             raise ShardError(f"the checkpoint {self.reader.root} holds no optimizer; call load without one")
-        left = [(each, group) for each in saved for group in each["groups"]]
+        owners = [each for each in saved for _ in range(each["num_groups"])]
+        left = list(zip(owners, self._saved_groups(), strict=True))
         for view in self.views:
             taken = []
             for group, mine in zip(view.optimizer.param_groups, view.groups(), strict=True):
@@ -172,16 +173,29 @@ class _Loading:
                     raise ShardError(_other_groups(view, mine["params"], [theirs["params"] for _, theirs in left]))
                 left.remove(found)
                 taken.append(found[0])
-                self._groups.append((group, found[1]["options"]))
+                self._groups.append((group, {key: value for key, value in found[1].items() if key != "params"}))
                 for name in mine["params"]:
-                    self._match_state(view, view.entries[name], found[1]["options"], found[0]["state"].get(name, {}))
+                    self._match_state(view, view.entries[name], found[1], found[0]["state"].get(name, {}))
             self._check_class(view, taken)
         if left:
             unused = _some([name for _, group in left for name in group["params"]]) or "an empty one"
             raise ShardError(f"a parameter group of the checkpoint is in no optimizer given to load: {unused}")
 
+    def _saved_groups(self) -> list[dict[str, Any]]:
+        groups: dict[int, dict[str, Any]] = {}
+        for (number, key), name in self.reader.index.under("optim", "param_groups").items():
+            packed = self.reader.read_bytes(name)
+            stored = self.reader.index.tensor(name)
+            if packed is not None:
+                groups.setdefault(number, {})[key] = contents.unpack(packed)
+            elif stored is not None:  # another tool has written an option that is a tensor by itself
+                value = torch.empty(stored.size, dtype=stored.properties.dtype)
+                self.reader.read_parts([Part(name, tuple(stored.size), 0, value.view(-1), True)])
+                groups.setdefault(number, {})[key] = value
+        return [groups[number] for number in sorted(groups)]
+
     def _check_class(self, view: OptimizerView, saved: list[dict[str, Any]]) -> None:
-        classes = {each["class"] for each in saved}
+        classes = {each["class"] for each in saved if each["class"] is not None}
         if classes and classes != {type(view.optimizer).__name__}:
             raise ShardError(
                 f"the checkpoint's groups are of {' and '.join(sorted(classes))}, the optimizer is {view.label}; load the "
@@ -254,6 +268,23 @@ class _Loading:
         own = self.reader.read_bytes(f"{contents.EXTRA}.{place}")
         packed = own if own is not None else self.reader.read_bytes(contents.EXTRA)
         return None if packed is None else contents.unpack(packed)
+
+
+def _of_another_tool(reader: Reader, runtime: Runtime) -> dict[str, Any]:
+    """What zeroshard.contents would say of {"model": ..., "optim": ...} as torch.distributed.checkpoint.save writes it."""
+    groups = {number for number, _ in reader.index.under("optim", "param_groups")}
+    if not groups:
+        return {}
+    shapes = {entry.name: tuple(entry.slot.shape) for entry in runtime.entry_of.values()}
+    state: dict[str, dict[str, dict[str, Any]]] = {}
+    for (parameter, key), name in reader.index.under("optim", "state").items():
+        stored, packed = reader.index.tensor(name), reader.read_bytes(name)
+        if stored is not None:
+            like = tuple(stored.size) == shapes.get(parameter) and (len(stored.size) > 0 or key not in contents.SCALARS)
+            state.setdefault(parameter, {})[key] = {"like": like}
+        elif packed is not None:
+            state.setdefault(parameter, {})[key] = {"value": contents.unpack(packed)}
+    return {"optimizers": [{"class": None, "num_groups": len(groups), "state": state, "globals": {}}]}
 
 
 def _other_groups(view: OptimizerView, mine: list[str], theirs: list[list[str]]) -> str:

@@ -147,7 +147,7 @@ def _gather_up(
         tensors[f"model.{name}"] = (tuple(buffer.shape), buffer.dtype)
         if place == 0:
             mine.append(Part(f"model.{name}", tuple(buffer.shape), 0, buffer.detach().reshape(-1), True))
-    packed = {}
+    packed: dict[str, bytes] = {}
     if place == 0:
         whole = {
             "parameters": [list(entry.names) for entry in runtime.entry_of.values()],
@@ -155,11 +155,19 @@ def _gather_up(
             "extra_state": extra_state,
             "ema": ema is not None,
             "optimizers": [
-                {"class": type(view.optimizer).__name__, "groups": view.groups(), "state": state, "globals": view.globals()}
+                {
+                    "class": type(view.optimizer).__name__,
+                    "num_groups": len(view.optimizer.param_groups),
+                    "state": state,
+                    "globals": view.globals(),
+                }
                 for view, state in zip(views, states, strict=True)
             ],
         }
-        packed[contents.CONTENTS] = contents.pack("the groups of the optimizer", whole)
+        packed[contents.CONTENTS] = contents.pack("what a module or the optimizer keeps beside tensors", whole)
+        for number, group in enumerate(group for view in views for group in view.groups()):
+            for key, value in group.items():
+                packed[f"optim.param_groups.{number}.{key}"] = contents.pack(f"option {key!r} of a parameter group", value)
     return _Things(files.items_of(mine), packed, tensors, contents.aliases(runtime))
 
 
