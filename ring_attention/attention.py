@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_attention import comm, lse, masks, ring
 from ring_attention.comm import Group, Team
+from ring_attention.errors import UsageError
 from ring_attention.layouts import Layout
 from ring_attention.masks import Mask
 from ring_attention.plan import MaskTensors
@@ -180,4 +181,9 @@ def _backward(ctx, dout, _dlse, _dnumber):  # type: ignore[no-untyped-def]
     return (*[grad if need else None for grad, need in zip(grads, needs, strict=True)], *[None] * 6)
 
 
+def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise UsageError("ring_attention has no second derivative: leave create_graph out of the first backward")
+
+
 attend.register_autograd(_backward, setup_context=_setup)
+attend_backward.register_autograd(_refuse)

@@ -95,7 +95,9 @@ class Team:
         except RuntimeError as error:
             self.hang_up()
             who = "a rank" if peer is None else self.named(peer)
-            raise PeerError(f"{who} died or did not answer within the group's timeout: {error}") from error
+            raise PeerError(
+                f"{who} died, gave up because another rank did, or did not answer within the group's timeout: {error}"
+            ) from error
 
     def hang_up(self) -> None:
         """Breaks the connections to all others, so that whoever waits for this rank raises as well."""

@@ -12,12 +12,6 @@ import torch
 from torch import Tensor
 
 
-def empty(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Accumulators `out` [B, H, L, Dv] and `lse` [B, H, L] of rows that have seen nothing."""
-    out = torch.zeros(shape, dtype=dtype, device=device)
-    return out, torch.full(shape[:3], -torch.inf, dtype=dtype, device=device)
-
-
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Merges a partial result into the accumulators, in place."""
     total = torch.logaddexp(lse, lse_b)
