@@ -16,6 +16,7 @@ ORDER = [
     "zeroshard/layout.py",
     "zeroshard/comm.py",
     "zeroshard/ops.py",
+    "zeroshard/partial.py",
     "zeroshard/sharded.py",
     "zeroshard/parameter.py",
     "zeroshard/partition.py",

@@ -9,7 +9,9 @@ settle   at the end the ranks tell each other what arrived where. Every rank the
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +55,8 @@ class Backward:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks:
             return
+        if self._tasks and _outermost():
+            self.abandon()
         if not self._tasks:
             self._issued = 0
             self.runtime.schedule.begin_reversed("backward", "train")
@@ -226,3 +230,13 @@ class Backward:
         if any(unit.local is not None for unit in self.units):
             self._issued = 0
             self.settle()
+
+
+def _outermost() -> bool:
+    """Whether just one run of the engine is on this thread's stack: then no earlier backward can still be under way."""
+    frame: FrameType | None = sys._getframe()
+    runs = 0
+    while frame is not None:
+        runs += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return runs == 1

@@ -206,7 +206,7 @@ class Channel:
     def __init__(self, group: ProcessGroup | None, watch: Watch | None = None, native: bool | None = None):
         self.group: Any = group
         self.watch = watch or Alone()
-        self.ranks = [dist.get_rank() if dist.is_initialized() else 0] if group is None else list(dist.get_process_group_ranks(group))
+        self.ranks = [own_rank()] if group is None else list(dist.get_process_group_ranks(group))
         self.rank = 0 if group is None else group.rank()
         self.size = len(self.ranks)
         self.peers = [rank for rank in range(self.size) if rank != self.rank]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .config import ShardError
 
@@ -80,6 +80,14 @@ def kind_of(func: Any) -> Kind:
         if name in ("_foreach_copy_", "_foreach_zero_"):
             return Kind.ELEMENTWISE
     return Kind.OTHER
+
+
+def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes into."""
+    values = list(zip(func._schema.arguments, args, strict=False))
+    values += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    targets = [value for argument, value in values if argument.is_write]
+    return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
 
 
 def is_view(func: Any) -> bool:

@@ -23,6 +23,7 @@ from torch import nn, optim
 from .config import ShardError
 from .entry import Entry
 from .runtime import Runtime
+from .sharded import Sharded
 from .unit import Unit
 from .whole import Owners
 
@@ -64,6 +65,8 @@ class Stepper:
                 self._cut_state(entry, state)
         optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
+        optimizer.register_state_dict_post_hook(self.show_state)
+        optimizer.register_load_state_dict_pre_hook(self.take_state)
 
     def _needs_whole(self, optimizer: optim.Optimizer) -> bool:
         """Refuses what cannot be right, before anything is changed."""
@@ -89,6 +92,43 @@ class Stepper:
                 state[name] = entry.spec.cut(value).clone()
         if self.owners is not None and not self.owners.owns(entry):
             state.clear()
+
+    # ---- state_dict and load_state_dict
+
+    def show_state(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Parts are shown as what they are parts of: Sharded tensors, which can be kept and loaded, but not pickled."""
+        entries = self._entries_by_index(optimizer)
+        if self.owners is not None and any(entry.unit.holders.size > 1 for entry in entries.values()):
+            raise ShardError(
+                f"{type(optimizer).__name__}.state_dict(): each rank has the state of the parameters it owns only. "
+                "Use zeroshard.save(path, model, optimizer)"
+            )
+        shown = {
+            index: {name: self._shown(entries.get(index), name, value) for name, value in state.items()}
+            for index, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": shown}
+
+    @staticmethod
+    def _shown(entry: Entry | None, name: str, value: Any) -> Any:
+        part = isinstance(value, torch.Tensor) and value.dim() == 1 and name != "step"
+        return Sharded(value, entry.spec) if entry is not None and part and value.numel() == entry.numel else value
+
+    def take_state(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Sharded tensors become parts again; whole tensors of an unsharded run are cut."""
+        entries = self._entries_by_index(optimizer)
+        taken = {index: dict(state) for index, state in state_dict["state"].items()}
+        for index, state in taken.items():
+            entry = entries.get(index)
+            for name, value in state.items():
+                state[name] = value.piece if isinstance(value, Sharded) else value
+            if entry is not None:
+                self._cut_state(entry, state)
+        return {**state_dict, "state": taken}
+
+    def _entries_by_index(self, optimizer: optim.Optimizer) -> dict[int, Entry]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return {index: entry for index, param in enumerate(params) if (entry := self.entry_of(param)) is not None}
 
     # ---- the three phases
 
@@ -130,6 +170,8 @@ class Stepper:
             for param in group["params"]
             if (entry := self.entry_of(param)) is not None
         ]
+        for entry in entries:
+            entry.unit.reclaim()
         grads = {id(entry): entry.recover(entry.visible()) for entry in entries}
         if self.owners is not None:
             parts = self.owners.collect(entries, grads)

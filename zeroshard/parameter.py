@@ -97,6 +97,12 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def _set_item(param: ShardedParameter, index: Any, values: Any) -> None:
+    if torch.is_grad_enabled() and param.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    entry_of(param).value()[index] = values
+
+
 def _value(leaf: Any) -> Any:
     return entry_of(leaf).value() if isinstance(leaf, ShardedParameter) else leaf
 
@@ -129,6 +135,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: lambda param: entry_of(param).value(),
     _T.data.__set__: lambda param, data: entry_of(param).set_data(data),
     _T.detach: lambda param: entry_of(param).value(),
+    _T.__setitem__: _set_item,
     _T.dtype.__get__: lambda param: entry_of(param).value().dtype,
     _T.itemsize.__get__: _element_size,
     _T.element_size: _element_size,

@@ -49,6 +49,7 @@ def _writing(runtime: Runtime, units: Sequence[Unit]) -> Iterator[None]:
             stack.enter_context(unit.masters_exposed())
         yield
         for unit in units:
+            unit.reclaim()
             assert unit.full is not None
             runtime.topology.broadcast(f"edits of {unit.name}", unit.full)
             unit.shard.copy_(unit.held_of(unit.full))

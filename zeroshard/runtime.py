@@ -114,10 +114,15 @@ class Runtime:
             saved.pop()
         self._depth -= 1
         for unit in scope.units:
-            unit.conceal()
-            self.release(unit)
+            self._used(unit)
         if self._depth == 0:
             self.release_unused()
+
+    def _used(self, unit: Unit) -> None:
+        unit.conceal()
+        if unit.users == 0:
+            unit.use = None
+        self.release(unit)
 
     @property
     def _phase(self) -> str:
@@ -133,8 +138,7 @@ class Runtime:
             yield
         finally:
             for unit in units:
-                unit.conceal()
-                self.release(unit)
+                self._used(unit)
 
     def on_the_spot(self, unit: Unit, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls `func` with every sharded parameter among its arguments whole."""

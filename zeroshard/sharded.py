@@ -1,8 +1,6 @@
 """Sharded: a logical tensor of which this rank holds a piece. It answers for the whole, on every rank the same.
 
-    Sharded             what `p.grad` and `p.detach()` are: a tensor of the logical shape around a 1-D piece
-    Partial             a 0-dim answer whose parts are still with the ranks; any use of it adds them up, many at once
-
+It is what `p.grad` and `p.detach()` are: a tensor of the logical shape around a 1-D piece.
 Element-wise work stays on the piece. Norms, sums, any/all, comparisons become one collective over the shard group.
 What needs the whole of a parameter gathers its unit; what needs the whole of a gradient raises and says what to call.
 Whatever is called here, every rank must call it.
@@ -15,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from . import ops
 from .comm import Channel
 from .config import ShardError
+from .partial import Partial
 
 aten = torch.ops.aten
 
@@ -54,18 +53,23 @@ class Owner(Protocol):
 
 
 class Sharded(torch.Tensor):
-    """A tensor of the logical shape, holding this rank's piece (1-D). Made by the engine, not by users."""
+    """A tensor of the logical shape, holding this rank's piece (1-D). Made by the engine, not by users.
+
+    owner: the parameter whose value this is, to be told of writes. of_value: made of parameters' values, so that what needs
+    the whole may gather it; a gradient refuses instead.
+    """
 
     piece: torch.Tensor
     spec: Spec
     owner: Owner | None
+    of_value: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, piece: torch.Tensor, spec: Spec, owner: Owner | None = None) -> Sharded:
+    def __new__(cls, piece: torch.Tensor, spec: Spec, owner: Owner | None = None, of_value: bool = False) -> Sharded:
         self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=piece.dtype, device=piece.device)
-        self.piece, self.spec, self.owner = piece, spec, owner
+        self.piece, self.spec, self.owner, self.of_value = piece, spec, owner, of_value or owner is not None
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -83,6 +87,14 @@ class Sharded(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         return Sharded(self.piece.clone(), self.spec, None)
 
+    def __setitem__(self, index: Any, values: Any) -> None:
+        if self.owner is None:
+            raise whole_needed("item assignment", self)
+        whole = whole_of(self)
+        whole[index] = values
+        self.piece.copy_(self.spec.cut(whole))
+        self.owner.written()
+
     def tolist(self) -> Any:
         raise whole_needed("tolist", self)
 
@@ -95,7 +107,7 @@ class Sharded(torch.Tensor):
 
 
 def whole_needed(what: str, tensor: Sharded) -> ShardError:
-    if tensor.owner is not None:
+    if tensor.of_value:
         return ShardError(
             f"{what} on {tensor.spec.name}, which is sharded: use `with zeroshard.gathered(model):` to read whole parameters, "
             "`gathered(model, write=True)` to edit them, or zeroshard.full_state_dict(model)"
@@ -145,17 +157,22 @@ def elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return [local(x, spec) for x, spec in zip(arg, specs, strict=True)]
         return local(arg, None if specs is not None else like.spec)
 
+    if any(not isinstance(leaf, Sharded) for leaf in ops.written(func, args, kwargs)):
+        wholes = [whole_of(x) if isinstance(x, Sharded) else x for x in tree_leaves((args, kwargs))]
+        args, kwargs = tree_unflatten(wholes, tree_structure((args, kwargs)))
+        return func(*args, **kwargs)
     if specs is None and not _same_shape(like, args):
         return NotImplemented
     result = func(*[convert(arg) for arg in args], **{name: convert(arg) for name, arg in kwargs.items()})
+    of_value = all(leaf.of_value for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sharded))
     if func._schema.is_mutable:
-        for leaf in tree_flatten(args[0])[0]:
+        for leaf in tree_leaves(args[0]):
             if isinstance(leaf, Sharded) and leaf.owner is not None:
                 leaf.owner.written()
         return args[0] if func._schema.returns else None
     if specs is not None:
-        return [Sharded(x, spec) if spec is not None else x for x, spec in zip(result, specs, strict=True)]
-    return tree_map(lambda x: Sharded(x, like.spec) if isinstance(x, torch.Tensor) else x, result)
+        return [x if spec is None else Sharded(x, spec, None, of_value) for x, spec in zip(result, specs, strict=True)]
+    return tree_map(lambda x: Sharded(x, like.spec, None, of_value) if isinstance(x, torch.Tensor) else x, result)
 
 
 def _specs_by_index(lists: Sequence[Any]) -> list[Spec | None]:
@@ -184,14 +201,14 @@ def copying(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     piece = func(source.piece, *args[1:], **kwargs)
     shares = func in (aten.detach.default, aten.alias.default)
-    return Sharded(piece, source.spec, source.owner if shares else None)
+    return Sharded(piece, source.spec, source.owner if shares else None, source.of_value)
 
 
 def flat_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A view that keeps the order of elements is the same piece under another shape."""
     source = args[0]
     shape = torch.empty(source.shape, device="meta").view(*args[1:]).shape
-    return Sharded(source.piece, dataclasses.replace(source.spec, shape=tuple(shape)), source.owner)
+    return Sharded(source.piece, dataclasses.replace(source.spec, shape=tuple(shape)), source.owner, source.of_value)
 
 
 def filling(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -237,25 +254,35 @@ def equality(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def by_the_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Only a parameter's value can be gathered. Reads see the whole; writes go to it and come back as the piece."""
+    """Only what is made of parameters' values is gathered. Reads see the whole; writes go to it and come back as the piece."""
     flat, tree = tree_flatten((args, kwargs))
     for leaf in flat:
-        if isinstance(leaf, Sharded) and (leaf.owner is None or leaf.spec.name == ""):
+        if isinstance(leaf, Sharded) and not leaf.of_value:
             raise whole_needed(str(func).removeprefix("aten.").split(".")[0], leaf)
-    wholes = [leaf.owner.whole().view(leaf.shape) if isinstance(leaf, Sharded) else leaf for leaf in flat]  # type: ignore[union-attr]
-    wholes = [leaf.resolved() if isinstance(leaf, Partial) else leaf for leaf in wholes]
-    new_args, new_kwargs = tree_unflatten(wholes, tree)
-    if not func._schema.is_mutable:
-        result = func(*new_args, **new_kwargs)
-        return ops.read_only(result) if ops.is_view(func) else result
-    target = args[0]
-    if not isinstance(target, Sharded):
-        return func(*new_args, **new_kwargs)
-    edited = new_args[0].clone()
-    func(edited, *new_args[1:], **new_kwargs)
-    target.piece.copy_(target.spec.cut(edited))
-    target.owner.written()  # type: ignore[union-attr]
-    return target
+    wholes = {id(leaf): whole_of(leaf) for leaf in flat if isinstance(leaf, Sharded)}
+    plain = [wholes.get(id(leaf), leaf.resolved() if isinstance(leaf, Partial) else leaf) for leaf in flat]
+    new_args, new_kwargs = tree_unflatten(plain, tree)
+    result = func(*new_args, **new_kwargs)
+    written = [leaf for leaf in ops.written(func, args, kwargs) if isinstance(leaf, Sharded)]
+    for leaf in written:
+        leaf.piece.copy_(leaf.spec.cut(wholes[id(leaf)]))
+        if leaf.owner is not None:
+            leaf.owner.written()
+    if written:
+        return written[0] if len(written) == 1 else tuple(written)
+    return ops.read_only(result) if ops.is_view(func) else result
+
+
+def whole_of(tensor: Sharded) -> torch.Tensor:
+    """The whole values, a copy, on every rank. Collective."""
+    if tensor.owner is not None:
+        return tensor.owner.whole().view(tensor.shape)
+    spec, channel = tensor.spec, tensor.spec.channel
+    counts = [int(count) for count in channel.exchange_all(f"lengths of {spec.name}", torch.tensor(spec.numel))]
+    padded = tensor.piece.new_zeros(max(counts))
+    padded[: spec.numel] = tensor.piece
+    parts = channel.exchange_all(f"all of {spec.name}", padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).view(tensor.shape)
 
 
 HANDLERS: dict[ops.Kind, Callable[[Any, Any, dict[str, Any]], Any]] = {
@@ -268,60 +295,3 @@ HANDLERS: dict[ops.Kind, Callable[[Any, Any, dict[str, Any]], Any]] = {
     ops.Kind.FINITE_CHECK: finite_check,
     ops.Kind.EQUALITY: equality,
 }
-
-
-# ------------------------------------------------------------------------------------------ answers in parts
-
-
-class Partial(torch.Tensor):
-    """A scalar of which each rank has a part. Every use resolves it, together with all other partials of that call."""
-
-    local: torch.Tensor
-    combine: Callable[[torch.Tensor], torch.Tensor]
-    channel: Channel
-    value: torch.Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, local: torch.Tensor, combine: Any, dtype: torch.dtype, channel: Channel) -> Partial:
-        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=local.device)
-        self.local, self.combine, self.channel, self.value = local, combine, channel, None
-        return self
-
-    def resolved(self) -> torch.Tensor:
-        resolve([self])
-        assert self.value is not None
-        return self.value
-
-    def tolist(self) -> Any:
-        return self.resolved().tolist()
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.resolved().numpy(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return repr(self.resolved())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.resolved().__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        flat, tree = tree_flatten((args, kwargs or {}))
-        resolve([leaf for leaf in flat if isinstance(leaf, Partial)])
-        args, kwargs = tree_unflatten([leaf.value if isinstance(leaf, Partial) else leaf for leaf in flat], tree)
-        return func(*args, **kwargs)
-
-
-def resolve(partials: Sequence[Partial]) -> None:
-    """One collective per shard group for all of them. Parts travel as fp64 and are combined in rank order."""
-    channels: dict[Channel, dict[int, Partial]] = {}
-    for partial in partials:
-        if partial.value is None:
-            channels.setdefault(partial.channel, {})[id(partial)] = partial
-    for channel, waiting in channels.items():
-        todo = list(waiting.values())
-        parts = torch.stack(channel.exchange_all("norms and sums", torch.stack([p.local.double() for p in todo])))
-        for index, partial in enumerate(todo):
-            partial.value = partial.combine(parts[:, index]).to(partial.dtype)

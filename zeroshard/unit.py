@@ -2,8 +2,7 @@
 
     shard   the master values this rank keeps                     [held_numel]  master dtype, always there
     full    the whole values, which parameters are views of       [numel]       compute dtype
-    local   whole gradients of this rank, not yet reduced         [numel]       only during a backward, or in no_sync
-    grad    this rank's share of the reduced gradient             [held_numel]  master dtype; kept by the `p.grad`s alone
+    local, grad: see gradients.py
 
 Where nothing is cast and full stays, the shard is a view of full: an update of one is an update of the other.
 Storage under a parameter is exchanged here and nowhere else. No storage is ever emptied: a released full buffer lives on
@@ -24,6 +23,7 @@ from torch import nn
 from .comm import Channel, Pending, Topology
 from .config import Options, ShardError
 from .entry import Entry
+from .gradients import Gradients
 from .layout import FlatLayout
 from .parameter import ShardedParameter
 from .partition import UnitPlan
@@ -51,7 +51,7 @@ _MOVES = {
 }
 
 
-class Unit:
+class Unit(Gradients):
     """See the top of the file. `index` orders units on all ranks alike."""
 
     def __init__(
@@ -62,7 +62,6 @@ class Unit:
         world, stage = topology.shard.size, options.stage
         align = max(1, ALIGN_BYTES // plan.dtype.itemsize)
         self.layout = FlatLayout.of([tuple(param.shape) for param in plan.params], world, align)
-        self._has_padding = sum(slot.numel for slot in self.layout.slots) < self.layout.numel
         held_by_all = stage.shards and world > 1
         self.holders = topology.shard if held_by_all else Channel(None, topology.shard.watch)
         self.held_numel = self.layout.shard_numel if held_by_all else self.layout.numel
@@ -74,16 +73,11 @@ class Unit:
         precision = options.precision
         low = plan.dtype.itemsize < 4 and plan.dtype.is_floating_point
         self.reduce_dtype = precision.reduce if precision is not None else torch.float32 if low else plan.dtype
-        self.state, self.stale, self.users, self.rounds = State.SHARDED, False, 0, 0
+        self.state, self.stale, self.users = State.SHARDED, False, 0
         self.use: Any = None
         self.full: torch.Tensor | None = None
         self.full_storage = 0
-        self.local: torch.Tensor | None = None
-        self.grad: torch.Tensor | None = None
-        self.filled: set[int] = set()
-        self.arrived: set[int] = set()
-        self.expected = {i for i, param in enumerate(plan.params) if param.requires_grad}
-        self.reducing: Pending | None = None
+        super().__init__({i for i, param in enumerate(plan.params) if param.requires_grad})
         self._gathering: Pending | None = None
         self.runtime: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
         self.gather_label, self.reduce_label = f"gather {self.name}", f"reduce {self.name}"
@@ -105,6 +99,12 @@ class Unit:
         """This rank's share of a [numel] buffer: a view."""
         return flat.narrow(0, self.held_numel * self.holders.rank, self.held_numel)
 
+    @property
+    def shard(self) -> torch.Tensor:
+        """The master values this rank keeps."""
+        self.reclaim()
+        return self._shard
+
     # ---- the start
 
     def _take_over(self, device: torch.device) -> None:
@@ -119,9 +119,9 @@ class Unit:
             self.topology.broadcast(f"initial values of {self.name}", flat)
         self._nan = torch.full((), float("nan") if self.compute.is_floating_point else 0, dtype=self.compute, device=device)
         if self.alias:
-            self.shard, self.full, self.state = self.held_of(flat), flat, State.FULL
+            self._shard, self.full, self.state = self.held_of(flat), flat, State.FULL
         else:
-            self.shard = flat if self.held_numel == flat.numel() else self.held_of(flat).clone()
+            self._shard = flat if self.held_numel == flat.numel() else self.held_of(flat).clone()
         for entry in self.entries:
             if entry.param.grad is not None:
                 raise ShardError(f"{entry.name} has a gradient already: shard the model between steps, after zero_grad()")
@@ -220,12 +220,23 @@ class Unit:
                         entry.param.data = self._nan.expand(entry.slot.shape)
                     entry.param.__class__ = ShardedParameter
 
+    def reclaim(self) -> None:
+        """Where the user has given a whole parameter other storage (`p.data = ...`), its values move into the flat buffer."""
+        if self.full is not None and (self.alias or self.users > 0):
+            begin, size = self.full.data_ptr(), self.full.element_size()
+            for entry in self.entries:
+                if entry.slot.numel and entry.param.data_ptr() != begin + entry.slot.offset * size:
+                    home = entry.view_of(self.full)
+                    home.copy_(entry.param.detach())
+                    entry.param.data = home
+
     @contextlib.contextmanager
     def whole_masters(self, label: str = "whole values of") -> Iterator[torch.Tensor]:
         """A [numel] buffer of master values, for reading. Collective where shards are cut."""
         if self.held_numel == self.layout.numel:
             yield self.shard
         elif self.alias and not self.stale:
+            self.reclaim()
             assert self.full is not None
             yield self.full
         else:
@@ -265,79 +276,6 @@ class Unit:
         if runtime is None:
             raise ShardError(f"the model that {self.name} belonged to is gone")
         return runtime.on_the_spot(self, func, args, kwargs)
-
-    # ---- gradients
-
-    def grad_buffer(self, values: torch.Tensor | None = None) -> torch.Tensor:
-        """unit.grad, made of `values` or of zeros if there is none. Held by the unit within a backward or a step only."""
-        if values is not None or self.grad is None:
-            values = torch.zeros_like(self.shard) if values is None else values
-            values._zeroshard_unit = weakref.ref(self)  # type: ignore[attr-defined]
-            self.ledger.hold("gradients", values)
-            self.grad = values
-        return self.grad
-
-    def arrive(self, entry: Entry, grad: torch.Tensor, keep: bool) -> None:
-        """Puts a gradient of this rank into local. `keep`: it will stay there beyond this backward."""
-        if self.local is None:
-            dtype = self.dtype if keep else grad.dtype
-            self.local, self.filled = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device), set()
-            self.ledger.hold("gradients" if keep and not self.release_grads else "reducing", self.local)
-        place = entry.view_of(self.local)
-        if entry.index in self.filled:
-            place.add_(grad)
-        else:
-            place.copy_(grad)
-            self.filled.add(entry.index)
-
-    def fold(self, entry: Entry) -> None:
-        """The reduced gradient goes back among the local ones, weighted so that the next reduction gives it again."""
-        if self.local is None:
-            self.local, self.filled = torch.empty(self.layout.numel, dtype=self.dtype, device=self.shard.device), set()
-            self.ledger.hold("gradients", self.local)
-        place = entry.view_of(self.local)
-        if entry.index not in self.filled:
-            place.zero_()
-            self.filled.add(entry.index)
-        shards, replicas = self.topology.shard.size, self.topology.replicate.size
-        weight = (shards * replicas if self.mean else 1) / replicas / (1 if self.held_numel < self.layout.numel else shards)
-        if entry.numel:
-            place.view(-1)[entry.start : entry.start + entry.numel].add_(entry.grad_piece(), alpha=weight)
-
-    def reduce(self) -> None:
-        """Starts to sum local over the ranks. The Pending owns local from here on."""
-        local = self.local
-        if local is None:
-            local = torch.zeros(self.layout.numel, dtype=self.compute, device=self.shard.device)
-        elif len(self.filled) < len(self.entries) or self._has_padding:
-            end = 0
-            for entry in self.entries:
-                local[end : entry.slot.offset].zero_()
-                end = entry.slot.offset + entry.slot.numel if entry.index in self.filled else entry.slot.offset
-            local[end:].zero_()
-        self.local, self.filled = None, set()
-        self.ledger.hold("reducing", local, beside=local.nbytes - local.nbytes // self.topology.shard.size)
-        self.reducing = self.topology.shard.reduce_scatter(self.reduce_label, local, self.reduce_dtype)
-
-    def finish_reduce(self, alive: set[int]) -> None:
-        """Adds the sum to grad. `alive`: entries whose earlier gradient still counts."""
-        assert self.reducing is not None
-        pending, self.reducing = self.reducing, None
-        part = self.topology.replicate.all_reduce(f"{self.reduce_label} over replicas", pending.wait())
-        if self.mean:
-            part.div_(self.topology.ranks)
-        part = part.to(self.dtype)
-        if self.held_numel > part.numel():
-            whole = torch.empty(self.layout.numel, dtype=self.dtype, device=part.device)
-            whole.chunk(self.topology.shard.size)[self.topology.shard.rank].copy_(part)
-            part = self.topology.shard.gather(f"{self.reduce_label} for all", whole).wait()
-        if self.grad is None or not alive:
-            self.grad_buffer(part)
-            return
-        for entry in self.entries:
-            if entry.index not in alive:
-                entry.piece_of(self.grad).zero_()
-        self.grad += part
 
 
 def _replace_storage(param: nn.Parameter, data: torch.Tensor) -> None:
