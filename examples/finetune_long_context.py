@@ -73,7 +73,7 @@ def train(options: Options, console: Console) -> list[float]:
     recorder.held_out(options.steps, run.evaluate(accelerator, model, test_loader))
     recorder.finish(model, predicted, memory)
     run.save(options, model, optimizer, scheduler, options.steps, last)
-    run.export(accelerator, options, model, loaded)
+    run.export(options, model, loaded)
     return losses
 
 

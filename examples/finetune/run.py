@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ import zeroshard
 from finetune import plot
 from finetune.data import Batch, PackedSequences, pack, read_corpus, valid_tokens
 from finetune.memory import ProcessMemory, RankMemory, by_category
-from finetune.model import Loaded, convert_embedded, embedded_available, embedded_folder, load
+from finetune.model import Loaded, NextTokenLoss, convert_embedded, embedded_available, embedded_folder, load
 from finetune.options import Options, UserError
 from finetune.report import Metrics, Steps, memory_table
 from ring_attention import RingError
@@ -198,6 +197,12 @@ def save(options: Options, model: Any, optimizer: Any, scheduler: Any, step: int
     zeroshard.save(options.checkpoint, model, optimizer.optimizer, extra=extra)
 
 
+def export(options: Options, model: NextTokenLoss, loaded: Loaded) -> None:
+    """The trained model as a from_pretrained folder in --output, written in bounded memory."""
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    zeroshard.export(model.model, options.output / "model", dtype=dtype, tokenizer=loaded.tokenizer)
+
+
 def resume(options: Options, model: Any, optimizer: Any, scheduler: Any) -> tuple[int, int]:
     """(steps done, sequences seen) of the checkpoint in --output, left by any number of ranks at any stage.
 
@@ -258,19 +263,3 @@ class Recorder:
             self._metrics.close()
             self._console.print(memory_table(ranks, self._options.stage, len(ranks)))
             plot.draw(self._path, self._options.output / "plot.png")
-
-
-def export(accelerator: Accelerator, options: Options, model: torch.nn.Module, loaded: Loaded) -> None:
-    """The trained model as a from_pretrained folder in --output, all or nothing."""
-    weights = accelerator.get_state_dict(model)  # whole on the main process; every rank helps
-    if not accelerator.is_main_process:
-        return
-    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    names = dict(loaded.model.named_parameters()) | dict(loaded.model.named_buffers())  # tied weights once
-    weights = {name: weights[f"model.{name}"].to(dtype) for name in names if f"model.{name}" in weights}
-    target, unfinished = options.output / "model", options.output / ".model-unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    loaded.model.save_pretrained(unfinished, state_dict=weights)
-    loaded.tokenizer.save_pretrained(unfinished)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
