@@ -59,6 +59,7 @@ def _memory(axes: Axes, ranks: list[dict[str, Any]], run: dict[str, Any]) -> Non
                 rest = max(rank["process"] / MIB - bottom, 0)
                 label = "activations and the rest" if not number else None
                 axes.bar(at, rest, bottom=bottom, color=REST, hatch="//", edgecolor="white", label=label, zorder=0)
+                axes.annotate(f"{bottom + rest:,.0f}", (at, bottom + rest), ha="center", va="bottom", fontsize=9)
     ticks = [2.6 * n + k for n in range(len(ranks)) for k in (0, 1)]
     axes.set_xticks(ticks, names, fontsize=9)
     axes.set(title=f"Memory per rank, stage {run['options']['stage']} on {len(ranks)} ranks", ylabel="MiB")
