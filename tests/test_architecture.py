@@ -32,6 +32,7 @@ ORDER = [
     "zeroshard/whole.py",
     "zeroshard/optimizer.py",
     "zeroshard/reading.py",
+    "zeroshard/join.py",
     "zeroshard/ema.py",
     "zeroshard/checkpoint/plan.py",
     "zeroshard/checkpoint/together.py",

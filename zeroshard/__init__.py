@@ -4,6 +4,7 @@ from .api import shard
 from .checkpoint import export, load, materialize, save
 from .config import DivergenceError, Precision, ShardError, StallError
 from .ema import EMA
+from .join import join
 from .memory import estimate
 from .reading import full_gradients, full_state_dict, gathered
 from .stats import stats
@@ -19,6 +20,7 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "gathered",
+    "join",
     "load",
     "materialize",
     "save",

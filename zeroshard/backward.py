@@ -33,6 +33,7 @@ class Backward:
         self.units = runtime.units
         self.chain = [unit for unit in reversed(self.units) if unit.trainable]
         self.no_sync_depth = 0
+        self.wide = False  # gradients travel in the masters' dtype: some have been accumulated in no_sync
         self._issued = 0
         self._in_flight: list[Unit] = []
         self._tasks: list[int] = []
@@ -67,9 +68,10 @@ class Backward:
         self._tasks.remove(task)
         if not self._tasks:
             if self.deferred:
+                self.wide = True
                 self._show_local()
             else:
-                self.settle()
+                self._settle_all()
             self.runtime.backward_ended()
 
     def forward_starts(self) -> None:
@@ -83,7 +85,7 @@ class Backward:
         """A backward ended in an error: what it had gathered so far is dropped."""
         self._tasks.clear()
         for unit in self._in_flight:
-            unit.finish_reduce(set())
+            unit.finish_reduce(set(), self.runtime.topology.ranks)
         self._in_flight.clear()
         for unit in self.units:
             unit.local, unit.filled, unit.arrived, unit.rounds, unit.grad = None, set(), set(), 0, None
@@ -124,7 +126,7 @@ class Backward:
                 f"backward(create_graph=True) gave {entry.name} a gradient that has a graph, which reduction over ranks would "
                 "cut. Use torch.autograd.grad(..., create_graph=True) and call backward on a loss made of its result"
             )
-        unit.arrive(entry, grad.to_dense() if grad.is_sparse else grad, keep=self.no_sync_depth > 0)
+        unit.arrive(entry, grad.to_dense() if grad.is_sparse else grad, keep=self.deferred)
         unit.arrived.add(entry.index)
         entry.local_view = None  # no_sync's view would keep local alive beyond its reduction
         if not self.deferred:
@@ -132,14 +134,38 @@ class Backward:
 
     def _advance(self) -> None:
         while self._issued < len(self.chain) and self.chain[self._issued].arrived >= self.chain[self._issued].expected:
-            self._issue(self.chain[self._issued])
+            unit = self.chain[self._issued]
+            if self.runtime.join is not None:
+                self.runtime.join.announce("reduce", unit=unit.index, alive=sorted(self.alive(unit)))
+            self._issue(unit)
             self._issued += 1
+
+    def follow_reduce(self, unit: Unit, alive: set[int]) -> None:
+        """The part of a rank that has no gradients of its own, inside join."""
+        self.keep_only(unit, alive)
+        self._issue(unit)
+        self._issued += 1
+
+    @staticmethod
+    def keep_only(unit: Unit, alive: set[int]) -> None:
+        for entry in unit.entries:
+            if entry.index not in alive:
+                entry.show(None)
+
+    @staticmethod
+    def alive(unit: Unit) -> set[int]:
+        """Entries whose earlier gradient still counts."""
+        return {
+            entry.index
+            for entry in unit.entries
+            if entry.stashed is not None or (entry.index not in unit.arrived and entry.visible() is not None)
+        }
 
     def _issue(self, unit: Unit) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish(self._in_flight.pop(0))
         self._drop_cleared(unit)
-        unit.reduce()
+        unit.reduce(self.wide)
         self.runtime.counters.reductions += 1
         self._in_flight.append(unit)
 
@@ -161,10 +187,19 @@ class Backward:
                 entry.stashed = entry.recover(visible) if visible is not entry.local_view else None
             if entry.stashed is not None or unit.rounds:
                 alive.add(entry.index)
-        unit.finish_reduce(alive)
+        unit.finish_reduce(alive, self.runtime.join.active if self.runtime.join is not None else self.runtime.topology.ranks)
         unit.rounds += 1
 
     # ---- the end
+
+    def _settle_all(self) -> None:
+        """Settles; inside join the ranks without work hear of it first."""
+        if self.runtime.join is None:
+            self.settle()
+            return
+        alive = [sorted(self.alive(unit)) for unit in self.units]
+        with self.runtime.join.event("settle", alive=alive, wide=self.wide):
+            self.settle()
 
     def settle(self) -> None:
         """Reduces on every rank what arrived on any, then shows the gradients. Collective."""
@@ -186,7 +221,7 @@ class Backward:
         for unit in self.units:
             self._show(unit, present[unit.index])
         self.chain = [unit for unit in reversed(self.units) if any(present[unit.index])] or self.chain
-        self._issued = 0
+        self._issued, self.wide = 0, False
 
     def _exchange(self) -> list[tuple[int, list[list[int]]]]:
         """Of every rank: how far it got along the chain; per unit and entry, ARRIVED and PENDING (not yet in a round)."""
@@ -229,7 +264,7 @@ class Backward:
             raise ShardError("the last backward did not finish: call optimizer.zero_grad() and run the step again")
         if any(unit.local is not None for unit in self.units):
             self._issued = 0
-            self.settle()
+            self._settle_all()
 
 
 def _outermost() -> bool:

@@ -210,6 +210,7 @@ class Channel:
         self.rank = 0 if group is None else group.rank()
         self.size = len(self.ranks)
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.mirror: Any = None  # inside join: what is to be told of operations on pieces
         self.bytes_sent, self.skipped_steps = 0, torch.zeros((), dtype=torch.int64)
         self._native = group is not None and "gloo" not in _backend(group) if native is None else native
 

@@ -88,17 +88,18 @@ class Gradients:
         if entry.numel:
             place.view(-1)[entry.start : entry.start + entry.numel].add_(entry.grad_piece(), alpha=weight)
 
-    def reduce(self) -> None:
-        """Starts to sum local over the ranks. The Pending owns local from here on."""
-        local = self.local
+    def reduce(self, wide: bool) -> None:
+        """Starts to sum local over the ranks. The Pending owns local from here on. `wide`: it travels in the masters' dtype."""
+        local, dtype = self.local, self.dtype if wide else self.compute
         if local is None:
-            local = torch.zeros(self.layout.numel, dtype=self.compute, device=self.shard.device)
+            local = torch.zeros(self.layout.numel, dtype=dtype, device=self.shard.device)
         elif len(self.filled) < len(self.entries) or self._padded:
             end = 0
             for entry in self.entries:
                 local[end : entry.slot.offset].zero_()
                 end = entry.slot.offset + entry.slot.numel if entry.index in self.filled else entry.slot.offset
             local[end:].zero_()
+        local = local.to(dtype)
         self.local, self.filled = None, set()
         self.ledger.hold("reducing", local, beside=local.nbytes - local.nbytes // self.topology.shard.size)
         self.reducing = self.topology.shard.reduce_scatter(self.reduce_label, local, self.reduce_dtype)
@@ -107,13 +108,13 @@ class Gradients:
     def _padded(self) -> bool:
         return sum(slot.numel for slot in self.layout.slots) < self.layout.numel
 
-    def finish_reduce(self, alive: set[int]) -> None:
-        """Adds the sum to grad. `alive`: entries whose earlier gradient still counts."""
+    def finish_reduce(self, alive: set[int], ranks: int) -> None:
+        """Adds the sum to grad. `alive`: entries whose earlier gradient still counts. `ranks`: how many the mean is over."""
         assert self.reducing is not None
         pending, self.reducing = self.reducing, None
         part = self.topology.replicate.all_reduce(f"{self.reduce_label} over replicas", pending.wait())
         if self.mean:
-            part.div_(self.topology.ranks)
+            part.div_(ranks)
         part = part.to(self.dtype)
         if self.held_numel > part.numel():
             whole = torch.empty(self.layout.numel, dtype=self.dtype, device=part.device)

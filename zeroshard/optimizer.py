@@ -10,6 +10,7 @@ An element-wise optimizer steps pieces; one that needs whole tensors steps the w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import weakref
@@ -57,6 +58,7 @@ class Stepper:
         self._parts: dict[int, nn.Parameter] = {}
         self._groups: list[list[nn.Parameter]] | None = None
         self._swapped: list[tuple[Entry, nn.Parameter]] = []
+        self._announced = contextlib.ExitStack()
         self._num_states = 0
         runtime.optimizers.append(self._optimizer)
         for param, state in list(optimizer.state.items()):
@@ -135,6 +137,14 @@ class Stepper:
     def before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.unswap()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        self.runtime.backward.settle_pending()
+        self._announced.close()
+        if self.runtime.join is not None:
+            if closure is not None:
+                raise ShardError("optimizer.step(closure) inside join: idle ranks cannot follow a closure; call step() without")
+            index = [ref() for ref in self.runtime.optimizers].index(optimizer)
+            event = self.runtime.join.event("step", optimizer=index, groups=[_settings(g) for g in optimizer.param_groups])
+            self._announced.enter_context(event)
         self.drain()
         if closure is None:
             return None
@@ -156,6 +166,7 @@ class Stepper:
             stepped = self.owners.return_values()
         self.unswap()
         publish([stepped[index] for index in sorted(stepped)], self.runtime)
+        self._announced.close()
         if len(optimizer.state) != self._num_states:
             self._num_states = len(optimizer.state)
             self.runtime.ledger.count_optimizers(self.runtime.optimizers)
@@ -213,6 +224,12 @@ class Stepper:
             unit.grad = None
         self._groups = None
         self._swapped.clear()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What ranks without work must know of a group to step as the others do."""
+    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, tuple, type(None)))}
 
 
 def publish(units: list[Unit], runtime: Runtime) -> None:

@@ -18,13 +18,15 @@ class Partial(torch.Tensor):
     combine: Callable[[torch.Tensor], torch.Tensor]
     channel: Channel
     value: torch.Tensor | None
+    source: tuple[Any, Any]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, combine: Any, dtype: torch.dtype, channel: Channel) -> Partial:
+    def __new__(cls, local: torch.Tensor, combine: Any, dtype: torch.dtype, channel: Channel, source: Any) -> Partial:
         self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=local.device)
         self.local, self.combine, self.channel, self.value = local, combine, channel, None
+        self.source = source  # (function, arguments) that gave it
         return self
 
     def resolved(self) -> torch.Tensor:
@@ -60,6 +62,8 @@ def resolve(partials: Sequence[Partial]) -> None:
             channels.setdefault(partial.channel, {})[id(partial)] = partial
     for channel, waiting in channels.items():
         todo = list(waiting.values())
+        if channel.mirror is not None:
+            channel.mirror.asks(todo)
         parts = torch.stack(channel.exchange_all("norms and sums", torch.stack([p.local.double() for p in todo])))
         for index, partial in enumerate(todo):
             partial.value = partial.combine(parts[:, index]).to(partial.dtype)

@@ -27,6 +27,7 @@ from .schedule import Schedule
 from .unit import State, Unit
 
 if TYPE_CHECKING:
+    from .join import Join
     from .memory.ledger import Ledger
 
 
@@ -75,6 +76,7 @@ class Runtime:
         self.entry_of: dict[int, Entry] = {id(entry.param): entry for unit in units for entry in unit.entries}
         self.scope_of_unit = {unit.index: scope.index for scope in scopes for unit in scope.units}
         self.has_optimizer = False
+        self.join: Join | None = None
         self.unpublished: Any = None  # a save in the background that nobody has waited for
         self.backward = Backward(self)
         self._depth = 0
@@ -171,7 +173,7 @@ class Runtime:
         """Makes `units` full, then starts to gather what the schedule expects next."""
         for unit in units:
             if unit.needs_gather:
-                self._gather(unit)
+                self.start_gather(unit)
                 self.counters.prefetch_misses += unit.releases
             elif unit.state is State.GATHERING:
                 self.counters.prefetch_hits += 1
@@ -183,9 +185,11 @@ class Runtime:
         for index in self.schedule.use(phase, scope, self.options.prefetch):
             for unit in self.scopes[index].units:
                 if unit.releases and unit.state is State.SHARDED:
-                    self._gather(unit)
+                    self.start_gather(unit)
 
-    def _gather(self, unit: Unit) -> None:
+    def start_gather(self, unit: Unit) -> None:
+        if self.join is not None:
+            self.join.announce("gather", unit=unit.index)
         unit.gather()
         self.unit_of_storage[unit.full_storage] = unit
         self.counters.gathers += unit.holders.size > 1

@@ -163,6 +163,8 @@ def elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if specs is None and not _same_shape(like, args):
         return NotImplemented
+    if func._schema.is_mutable and like.spec.channel.mirror is not None:
+        like.spec.channel.mirror.calls(func, args, kwargs)
     result = func(*[convert(arg) for arg in args], **{name: convert(arg) for name, arg in kwargs.items()})
     of_value = all(leaf.of_value for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sharded))
     if func._schema.is_mutable:
@@ -227,7 +229,7 @@ def reduction(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if reduce is None:
         return NotImplemented
     local, combine, dtype = reduce(args[0].piece, args[0].spec.whole_numel)
-    return Partial(local, combine, dtype, args[0].spec.channel)
+    return Partial(local, combine, dtype, args[0].spec.channel, (func, args))
 
 
 def foreach_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -239,6 +241,8 @@ def finite_check(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """GradScaler's unscale: every rank learns of an inf that any rank holds."""
     tensors, found, scale = args
     channel = first_sharded(tensors).spec.channel
+    if channel.mirror is not None:
+        channel.mirror.calls(func, args, kwargs)
     before = found.clone()
     func([t.piece if isinstance(t, Sharded) else t for t in tensors], found, scale)
     found.copy_(torch.stack(channel.exchange_all("found_inf", found)).amax(0))
