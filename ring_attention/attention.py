@@ -112,14 +112,15 @@ def attend(
     if sinks is not None:
         lse.add_sinks_(out, norm, setting.my_heads(sinks))
     out, norm = setting.to_sequence(out.to(query.dtype), norm)
-    return out.contiguous(), norm.contiguous(), torch.tensor([answer.number])
+    return ring.laid_out(out, ring.major(query)), ring.laid_out(norm, "seq"), torch.tensor([answer.number])
 
 
 @attend.register_fake
 def _(query, key, value, sinks, documents, prefix, table, request, scale, softcap):  # type: ignore[no-untyped-def]
     shape = (*query.shape[:3], value.shape[-1])
-    norm = query.new_empty(shape[:3], dtype=ring.wide(query.dtype))
-    return query.new_empty(shape), norm, torch.empty(1, dtype=torch.int64, device="cpu")
+    norm = ring.new_empty(shape[:3], ring.wide(query.dtype), query.device, "seq")
+    out = ring.new_empty(shape, query.dtype, query.device, ring.major(query))
+    return out, norm, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ring_attention::attend_backward", mutates_args=())
@@ -151,7 +152,7 @@ def attend_backward(
     grads = ring.backward(setting.rounds, dout, q, k, v, out, norm, (needs[1], needs[2]))
     dq, dk, dv = setting.grads_to_sequence(*grads)
     wanted = [
-        grad.to(x.dtype).contiguous() if need else x.new_empty(0)
+        ring.laid_out(grad.to(x.dtype), "seq") if need else x.new_empty(0)
         for grad, x, need in zip((dq, dk, dv), tensors, needs, strict=False)
     ]
     return wanted[0], wanted[1], wanted[2], dsinks
@@ -159,10 +160,12 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(dout, saved, sinks, documents, prefix, table, request, scale, softcap, needs):  # type: ignore[no-untyped-def]
-    inputs = [*saved[:3], sinks]
-    return tuple(
-        x.new_empty(x.shape) if need and x is not None else dout.new_empty(0) for x, need in zip(inputs, needs, strict=True)
-    )
+    grads = [
+        ring.new_empty(x.shape, x.dtype, x.device, "seq") if need else x.new_empty(0)
+        for x, need in zip(saved[:3], needs[:3], strict=True)
+    ]
+    dsinks = torch.empty_like(sinks) if sinks is not None and needs[3] else saved[0].new_empty(0)
+    return (*grads, dsinks)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -48,9 +48,26 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def major(x: Tensor) -> str:
+    """Which of heads and tokens is the outer dim of a tensor [B, H, S, D] in memory; models make "seq"."""
+    return "seq" if x.stride(1) < x.stride(2) else "head"
+
+
+def new_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, major: str) -> Tensor:
+    """[B, H, S, ...] with the given order in memory."""
+    if major == "head":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty((shape[0], shape[2], shape[1], *shape[3:]), dtype=dtype, device=device).transpose(1, 2)
+
+
+def laid_out(x: Tensor, major: str) -> Tensor:
+    """`x` [B, H, S, ...] in the given order in memory, itself if it has that already."""
+    return x.contiguous() if major == "head" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def forward(rounds: Rounds, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, Hq, S, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> out [B, Hq, S, Dv], lse [B, Hq, S], both wide."""
-    total = Merged(q.shape[:3], v.shape[-1], wide(q.dtype), q.device)
+    total = Merged(q, v.shape[-1])
     for step, keys, values in _steps(rounds, k, v):
         for call in _calls(rounds, step, q):
             (query,), (key, value) = call.cut((q,), (keys, values))
@@ -89,8 +106,10 @@ class Sum:
     """A wide sum of parts [B, H, S, ...]. Where a part is the first it is written, not added, and a first part that
     covers everything becomes the sum itself: no zeros are written to be read again."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, empty: float = 0.0) -> None:
-        self.shape, self.dtype, self.device, self.empty = tuple(shape), dtype, device, empty
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, empty: float = 0.0, major: str = "seq"
+    ) -> None:
+        self.shape, self.dtype, self.device, self.empty, self.major = tuple(shape), dtype, device, empty, major
         self._sum: Tensor | None = None
         self._written = np.zeros((shape[0], shape[2]), dtype=bool)  # [B, S]
 
@@ -121,7 +140,7 @@ class Sum:
 
     def _storage(self) -> Tensor:
         if self._sum is None:
-            self._sum = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._sum = new_empty(self.shape, self.dtype, self.device, self.major)
         return self._sum
 
     def _blank(self, at: Index) -> None:
@@ -138,8 +157,9 @@ class Sum:
 class Merged:
     """Outputs and their log-sum-exp, merged block by block."""
 
-    def __init__(self, shape: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.out = Sum((*shape, width), dtype, device)
+    def __init__(self, query: Tensor, width: int) -> None:
+        shape, dtype, device = query.shape[:3], wide(query.dtype), query.device
+        self.out = Sum((*shape, width), dtype, device, major=major(query))
         self.norm = Sum(shape, dtype, device, -torch.inf)
 
     def add(self, at: Index, out: Tensor, norm: Tensor) -> None:
@@ -166,9 +186,9 @@ class Homeward:
         for side in self._wanted:
             mine = self._own[side]
             if step.receives:
-                outgoing.append((theirs[side].value().contiguous(), step.source))
+                outgoing.append((theirs[side].value().transpose(1, 2).contiguous(), step.source))
             if step.sends:
-                shape = (*mine.shape[:2], step.sent[1] - step.sent[0], mine.shape[3])
+                shape = (mine.shape[0], step.sent[1] - step.sent[0], mine.shape[1], mine.shape[3])
                 incoming.append((torch.empty(shape, dtype=mine.dtype, device=mine.device), step.target))
         self._ring.post(outgoing, incoming)
         self._due.append(step)
@@ -178,7 +198,7 @@ class Homeward:
         while self._due:
             step, arrived = self._due.pop(), self._ring.wait()
             for side, part in zip(self._wanted, arrived, strict=False):
-                self._own[side].add((slice(None), slice(None), slice(*step.sent)), part)
+                self._own[side].add((slice(None), slice(None), slice(*step.sent)), part.transpose(1, 2))
 
 
 # ------------------------------------------------------------------------------------------------ steps and calls
