@@ -52,9 +52,7 @@ def parts(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, scheduler
 
 
-def train(
-    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any
-) -> tuple[list[Tensor], list[Tensor]]:
+def train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any) -> tuple[list[Tensor], list[Tensor]]:
     """(losses, gradient norms) of one epoch of the loop in accelerate's documentation."""
     losses, norms = [], []
     for inputs, targets in loader:
@@ -177,6 +175,43 @@ def test_prepare_in_any_order_twice_alone_and_adopted(ranks: RankPools) -> None:
         assert_equal(answers["adopted"], want[2], atol=1e-12)
 
 
+def uneven() -> TensorDataset:
+    return TensorDataset(*data()[: 5 * MICRO_BATCH])  # five batches for two ranks
+
+
+def run_uneven(rank: int, world: int, stage: int) -> tuple[int, dict[str, Tensor]]:
+    from zeroshard import full_state_dict
+    from zeroshard.integrations.accelerate import Accelerator
+
+    with launched(rank, world):
+        accelerator = Accelerator(shard={"stage": stage})
+        model, optimizer, _ = parts()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(uneven(), batch_size=MICRO_BATCH))
+        steps = 0
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for inputs, targets in loader:
+                accelerator.backward(F.mse_loss(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+        assert len(loader) == 3, "even again"
+        return steps, full_state_dict(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_uneven_inputs(ranks: RankPools, stage: int) -> None:
+    """The last batch is one rank's alone: a mean over the ranks that have work is that of one process."""
+    model, optimizer, _ = parts()
+    for inputs, targets in DataLoader(uneven(), batch_size=2 * MICRO_BATCH):
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results = ranks(2).run(run_uneven, stage)
+    assert [steps for steps, _ in results] == [3, 2]
+    for _, weights in results:
+        assert_equal(weights, dict(model.state_dict()), atol=1e-12)
+
+
 # ------------------------------------------------------------------------------------------------------------ state
 
 
@@ -269,9 +304,7 @@ def run_context(rank: int, world: int, stage: int, sizes: dict[str, int]) -> tup
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(2, {"cp_size": 2}), (4, {"dp_shard_size": 2, "cp_size": 2})])
-def test_context_ranks_of_a_loop_that_knows_nothing_of_them(
-    ranks: RankPools, world: int, sizes: dict[str, int]
-) -> None:
+def test_context_ranks_of_a_loop_that_knows_nothing_of_them(ranks: RankPools, world: int, sizes: dict[str, int]) -> None:
     """Loss, norm and step are those of one process; the scheduler and metrics count each sequence once."""
     model, batch = tiny_llama(), sequences()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import accelerate
@@ -29,6 +29,7 @@ from zeroshard.api import shard
 from zeroshard.checkpoint import load, save
 from zeroshard.integrations.context import attach, context_parallel
 from zeroshard.integrations.parallelism import Parallelism, shard_mesh
+from zeroshard.join import join
 from zeroshard.reading import full_state_dict
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     _optimizers: list[Any]  # AcceleratedOptimizer, in the order of prepare
+    _dataloaders: list[Any]
 
     def __init__(
         self,
@@ -232,14 +234,31 @@ class Accelerator(accelerate.Accelerator):
 
         return recursively_apply(once, input_data)
 
-    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Any:
-        """Refused for sharded models: a rank without work would leave the others waiting for its shards."""
-        if any(self._is_sharded(model) for model in joinables):
-            raise ValueError(
-                "join_uneven_inputs: ranks that shard a model need equal numbers of batches. "
-                "Keep even_batches=True, or drop the last batches."
-            )
-        return super().join_uneven_inputs(joinables, even_batches)
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As accelerate's, for sharded models on CPU, too: `zeroshard.join` keeps ranks without work in step."""
+        sharded = [model for model in joinables if self._is_sharded(model)]
+        with contextlib.ExitStack() as stack:
+            if len(sharded) < len(joinables):
+                others = [model for model in joinables if not self._is_sharded(model)]
+                stack.enter_context(super().join_uneven_inputs(others, even_batches))
+            elif even_batches is not None:
+                stack.enter_context(self._even_batches(even_batches))
+            for model in sharded:
+                stack.enter_context(join(self.unwrap_model(model, keep_torch_compile=False)))
+            yield
+
+    @contextlib.contextmanager
+    def _even_batches(self, value: bool) -> Iterator[None]:
+        samplers = [loader.batch_sampler for loader in self._dataloaders]
+        before = [(sampler, sampler.even_batches) for sampler in samplers if hasattr(sampler, "even_batches")]
+        for sampler, _ in before:
+            sampler.even_batches = value
+        try:
+            yield
+        finally:
+            for sampler, even in before:
+                sampler.even_batches = even
 
     # ---------------------------------------------------------------------------------------------------- state
 
