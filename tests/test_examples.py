@@ -5,6 +5,7 @@ message; a run that was cut off goes on where its checkpoint is.
 """
 
 import contextlib
+import itertools
 import json
 import pathlib
 import subprocess
@@ -277,7 +278,19 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: pathlib.Path, monkeypa
         model.convert_embedded()
 
 
-# ---------------------------------------------------------------------------------------------------- the YAML files
+# ------------------------------------------------------------------------------------- the READMEs, the YAML files
+
+
+@pytest.mark.parametrize("package", ["zeroshard", "ring_attention"])
+def test_the_tree_in_the_readme_is_the_tree(package: str) -> None:
+    """Every file and folder has a line with its purpose, in reading order: the order of imports."""
+    from tests.test_architecture import ORDER
+
+    told = (REPOSITORY / "README.md").read_text().split(f"\n{package}/\n")[1]
+    names = [line.split()[0] for line in itertools.takewhile(lambda line: line.startswith("  "), told.splitlines())]
+    files = [path.removeprefix(f"{package}/") for path in ORDER if path.startswith(f"{package}/")]
+    parts = [p for p in files if (REPOSITORY / package / p).exists() and not p.startswith("__")]
+    assert names == list(dict.fromkeys(part.split("/")[0] + "/" * ("/" in part) for part in parts))
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda path: path.name)
