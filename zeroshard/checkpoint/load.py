@@ -28,7 +28,7 @@ from .files import Index, Reader
 from .save import finish_earlier
 from .together import place_of, same, together
 
-_MAX_NAMED = 8
+_MAX_NAMED = 40
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, ema: EMA | None = None) -> Any:

@@ -24,7 +24,7 @@ from . import contents
 from .tensorfile import Stored, stored_in
 from .together import together
 
-_MAX_NAMED = 8
+_MAX_NAMED = 40
 
 
 @torch.no_grad()
