@@ -83,9 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     run.use_all_cores()
     rank = int(os.environ.get("RANK", "0"))
-    console = Console(quiet=rank > 0)
+    options = None
     try:
-        train(parse(argv), console)
+        options = parse(argv)
+        train(options, Console(quiet=rank > 0))
         PartialState().destroy_process_group()
     except UserError as error:
         if rank == 0:
@@ -94,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(5)  # all ranks got here; the launcher ends the others, rank 0 is to speak first
         return 2
     except Exception as error:
-        if not run.is_told_plainly(error):
+        if options is None or not run.is_told_plainly(error):
             raise
-        print(f"error: rank {rank}: {error}\n{run.GO_ON}", file=sys.stderr, flush=True)
+        print(f"error: rank {rank}: {error}\n{run.how_to_go_on(options)}", file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -24,7 +24,6 @@ from zeroshard.integrations.accelerate import Accelerator
 
 T = TypeVar("T")
 
-GO_ON = "A checkpoint in --output is complete: start again with --resume, on any number of ranks."
 
 # ------------------------------------------------------------------------------------------------------- building
 
@@ -142,6 +141,12 @@ def is_told_plainly(error: Exception) -> bool:
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
     plain = isinstance(error, (zeroshard.ShardError, RingError))
     return plain or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+
+
+def how_to_go_on(options: Options) -> str:
+    if options.checkpoint.is_dir():
+        return f"{options.checkpoint} is complete: start again with --resume, on any number of ranks."
+    return "There is no checkpoint yet to go on from; --checkpoint-every writes some on the way."
 
 
 # ------------------------------------------------------------------------------------------------------- in the loop
