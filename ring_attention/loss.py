@@ -61,8 +61,21 @@ def _mean(
     if tokens is not None:
         count = torch.as_tensor(tokens, dtype=torch.float64, device=total.device)
     count = count.clamp(min=1)
-    mine = total * (size / count).to(total.dtype)
-    return mine + ((summed / count).to(total.dtype) - mine.detach()) if size > 1 or tokens is not None else mine
+    return Shared.apply(total, (summed / count).to(total.dtype), (size / count).to(total.dtype))
+
+
+class Shared(torch.autograd.Function):
+    """A value that all ranks share, with the gradient `factor` for this rank's own `total`. All scalars."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, value: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None, None
 
 
 def _check(shape: torch.Size, labels: Tensor, name: str) -> None:

@@ -227,7 +227,7 @@ def _select(model: Any, names: dict[str, str]) -> None:
 
 def _refuse_state(model: nn.Module) -> None:
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    found = [name for name, kind in kinds.items() if CARRY_STATE.search(kind)]
+    found = [name for name, kind in kinds.items() if CARRY_STATE.search(kind) and "Norm" not in kind]
     for name in found:
         if not any(other.startswith(f"{name}.") or (not name and other) for other in found):  # the innermost one
             raise UsageError(

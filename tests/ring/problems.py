@@ -112,11 +112,11 @@ class Problem:
         local |= {n: key_layout.shard(x[n], rank, 2) for n in ("k", "v")} | {"sinks": x["sinks"]}
         for name in ("q", "k", "v", "sinks"):
             local[name].requires_grad_(name[0] in needs and (name != "sinks" or self.sinks))
-        call = dict(
-            group=group, layout=layout, mask=self.mask_of(), scale=self.scale, softcap=self.softcap,
-            sinks=local["sinks"] if self.sinks else None, strategy=self.strategy,
-            key_layout=key_layout if self.Sk is not None or self.key_layout else None,
-        )  # fmt: skip
+        call = {
+            "group": group, "layout": layout, "mask": self.mask_of(), "scale": self.scale, "softcap": self.softcap,
+            "sinks": local["sinks"] if self.sinks else None, "strategy": self.strategy,
+            "key_layout": key_layout if self.Sk is not None or self.key_layout else None,
+        }  # fmt: skip
         out = ra.ring_attention(local["q"], local["k"], local["v"], **(call | changes))
         out.backward(local["dout"].to(out.dtype))
         return {"out": out.detach(), **{f"d{n}": local[n].grad for n in ("q", "k", "v", "sinks")}}

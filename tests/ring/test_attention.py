@@ -154,7 +154,7 @@ def wrapped(rank: int, world: int, how: str) -> list[tuple[torch.Tensor, torch.T
 
     problem = Problem(S=16, B=2, heads=(4, 2), mask={"causal": True, "documents": [0] * 9 + [1] * 7})
     layout, x = problem.layouts(world)[0], problem.tensors()
-    options = dict(group=dist.group.WORLD, layout=layout, mask=problem.mask_of(), strategy="auto")
+    options = {"group": dist.group.WORLD, "layout": layout, "mask": problem.mask_of(), "strategy": "auto"}
     results = []
     for wrap in (None, how):
         leaves = [layout.shard(x[n], rank, 2).requires_grad_() for n in "qkv"]
@@ -186,7 +186,7 @@ def compiled_many(rank: int, world: int) -> int:
         problem = Problem(S=16, seed=seed, mask={"causal": True, "documents": ids.tolist()})
         layout, x = problem.layouts(world)[0], problem.tensors()
         leaves = [layout.shard(x[n], rank, 2) for n in "qkv"]
-        options = dict(group=dist.group.WORLD, layout=layout, mask=problem.mask_of())
+        options = {"group": dist.group.WORLD, "layout": layout, "mask": problem.mask_of()}
         assert torch.equal(compiled(*leaves, options), block(*leaves, options))
     return counter.frame_count
 
@@ -208,7 +208,7 @@ def selective(rank: int, world: int) -> tuple[int, bool]:
     problem = Problem(S=16)
     layout, x = problem.layouts(world)[0], problem.tensors()
     leaves = [layout.shard(x[n], rank, 2).requires_grad_() for n in "qkv"]
-    options = dict(group=dist.group.WORLD, layout=layout, mask=problem.mask_of())
+    options = {"group": dist.group.WORLD, "layout": layout, "mask": problem.mask_of()}
     keep = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attention.attend.default])
     checkpoint(block, *leaves, options, use_reentrant=False, context_fn=keep).sum().backward()
     ring.forward = plain
@@ -313,7 +313,7 @@ def refused(rank: int, world: int) -> list[str]:
     problem = Problem(S=4 * world, heads=(4, 2))
     layout, x = problem.layouts(world)[0], problem.tensors()
     q, k, v = (layout.shard(x[n], rank, 2) for n in "qkv")
-    good = dict(group=dist.group.WORLD, layout=layout, mask=ra.Mask(causal=True))
+    good = {"group": dist.group.WORLD, "layout": layout, "mask": ra.Mask(causal=True)}
     mesh = dist.init_device_mesh("cpu", (1, world))
     said = []
     for q_, k_, options in [

@@ -36,7 +36,7 @@ def call(rank: int, problem: Problem, **changes: Any) -> torch.Tensor:
     layout, _ = problem.layouts(dist.get_world_size())
     x = problem.tensors()
     q, k, v = (layout.shard(x[n], rank, 2).requires_grad_() for n in "qkv")
-    return ra.ring_attention(q, k, v, **(dict(group=dist.group.WORLD, layout=layout, mask=problem.mask_of()) | changes))
+    return ra.ring_attention(q, k, v, **({"group": dist.group.WORLD, "layout": layout, "mask": problem.mask_of()} | changes))
 
 
 DISAGREEMENTS: dict[str, tuple[Problem, Problem, str]] = {
@@ -65,7 +65,7 @@ def disagree(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     for name in names:
         ours, theirs, _ = DISAGREEMENTS[name]
         problem = theirs if rank == 1 else ours
-        settings = dict(scale=problem.scale, softcap=problem.softcap, strategy=problem.strategy)
+        settings = {"scale": problem.scale, "softcap": problem.softcap, "strategy": problem.strategy}
         found[name] = caught(lambda problem=problem, settings=settings: call(rank, problem, **settings))
     call(rank, Problem())  # after all that the group is as good as before
     return found
@@ -114,7 +114,7 @@ def backward_order(rank: int, world: int, how: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("how", ["attention", "unshard", "forward"])
 def test_backward_in_another_order(ranks: RankPools, how: str) -> None:
     for kind, text, seconds in ranks(2).run(backward_order, how):
-        assert kind == "DivergenceError" and "order of calls" in text or "call:" in text, text
+        assert (kind == "DivergenceError" and "order of calls" in text) or "call:" in text, text
         assert seconds < SECONDS
 
 
@@ -135,14 +135,18 @@ def one_bad_rank(rank: int, world: int) -> list[tuple[str, str, float]]:
     x, bad = Problem(S=4 * world).tensors(), rank == 1
     layout = ra.ZigZag(4 * world, world)
     q, k, v = (layout.shard(x[n], rank, 2) for n in "qkv")
-    good = dict(group=dist.group.WORLD, layout=layout, mask=ra.Mask(causal=True))
+    good = {"group": dist.group.WORLD, "layout": layout, "mask": ra.Mask(causal=True)}
     longer = torch.cat([q, q[:, :, :1]], 2)
     return [
         caught(lambda: ra.ring_attention(longer if bad else q, k, v, **good)),
         caught(lambda: ra.ring_attention(q, k[:, :, :, :4] if bad else k, v, **good)),
         caught(lambda: ra.ring_attention(q, k.float() if bad else k, v, **good)),
-        caught(lambda: ra.ring_attention(q, k, v, **(good | dict(strategy="rnig" if bad else "ring")))),
-        caught(lambda: ra.ring_attention(q, k, v, **(good | dict(mask=ra.Mask(documents=torch.zeros(3 if bad else 4 * world).long()))))),
+        caught(lambda: ra.ring_attention(q, k, v, **(good | {"strategy": "rnig" if bad else "ring"}))),
+        caught(
+            lambda: ra.ring_attention(
+                q, k, v, **(good | {"mask": ra.Mask(documents=torch.zeros(3 if bad else 4 * world).long())})
+            )
+        ),
         caught(lambda: ra.ring_attention(q[0] if bad else q, k, v, **good)),
         caught(lambda: ra.ring_attention(q, k, v, sinks=torch.zeros(3) if bad else torch.zeros(2), **good)),
     ]
@@ -171,9 +175,7 @@ def die(rank: int, world: int, folder: str, when: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("when", ["before", "middle", "backward"])
-def test_all_others_raise_when_a_rank_dies(
-    ranks: RankPools, tmp_path: pathlib.Path, when: str, strategy: str
-) -> None:
+def test_all_others_raise_when_a_rank_dies(ranks: RankPools, tmp_path: pathlib.Path, when: str, strategy: str) -> None:
     with pytest.raises(AssertionError, match="rank 3 died"):
         ranks(4).run(die, str(tmp_path), when, strategy, dirty=True)
     answers = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]

@@ -93,7 +93,9 @@ def test_the_cpu_kernel_is_the_reference_one(data: st.DataObject) -> None:
         st.sampled_from([(0, 4, 8, 2, 5), (9, 2, 100, 3, 6), (20, 128, 2048, 128, 1024), (1 << 16, 128, 2048, 128, 1024)])
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("SMALL_PAIRS", "UNIT", "NATIVE", "STRETCH", "WIDE"), (small, unit, native, stretch, wide), strict=True):
+        for name, value in zip(
+            ("SMALL_PAIRS", "UNIT", "NATIVE", "STRETCH", "WIDE"), (small, unit, native, stretch, wide), strict=True
+        ):
             patch.setattr(cpu, name, value)
         torch.manual_seed(0)
         inputs = tensors(block.queries, block.keys, *data.draw(st.sampled_from([(8, 8), (8, 5), (6, 16)])))
@@ -184,10 +186,34 @@ def test_the_cuda_kernel_speaks_of_bands_as_windows(data: st.DataObject) -> None
 def test_the_cuda_operations_have_the_signatures_that_are_used() -> None:
     forward, backward = torch.ops.aten._flash_attention_forward.default, torch.ops.aten._flash_attention_backward.default
     names = [argument.name for argument in forward._schema.arguments]
-    assert names[:10] == ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask"]
+    assert names[:10] == [
+        "query",
+        "key",
+        "value",
+        "cum_seq_q",
+        "cum_seq_k",
+        "max_q",
+        "max_k",
+        "dropout_p",
+        "is_causal",
+        "return_debug_mask",
+    ]
     assert {"scale", "window_size_left", "window_size_right"} <= set(names)
     names = [argument.name for argument in backward._schema.arguments]
-    assert names[:12] == ["grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    assert names[:12] == [
+        "grad_out",
+        "query",
+        "key",
+        "value",
+        "out",
+        "logsumexp",
+        "cum_seq_q",
+        "cum_seq_k",
+        "max_q",
+        "max_k",
+        "dropout_p",
+        "is_causal",
+    ]
     assert names[12:14] == ["rng_state", "unused"] and {"scale", "window_size_left", "window_size_right"} <= set(names)
 
 

@@ -56,12 +56,12 @@ def test_mask_mod_is_broadcast_over_what_it_does_not_use() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(window=5), "window must be a pair"),
-        (dict(window=(1.5, 0)), "window must be a pair"),
-        (dict(documents=torch.zeros(3)), "documents must be an integer tensor"),
-        (dict(documents=[0, 1]), "documents must be an integer tensor"),
-        (dict(documents=torch.zeros(1, 1, 3).long()), "documents must be an integer tensor"),
-        (dict(prefix=3), "prefix must be an integer tensor"),
+        ({"window": 5}, "window must be a pair"),
+        ({"window": (1.5, 0)}, "window must be a pair"),
+        ({"documents": torch.zeros(3)}, "documents must be an integer tensor"),
+        ({"documents": [0, 1]}, "documents must be an integer tensor"),
+        ({"documents": torch.zeros(1, 1, 3).long()}, "documents must be an integer tensor"),
+        ({"prefix": 3}, "prefix must be an integer tensor"),
     ],
 )
 def test_mistakes_are_named(options: dict, words: str) -> None:

@@ -1,0 +1,197 @@
+"""`scaled_dot_product_attention` while `with cp:` is open, and torch as it was afterwards."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ring_attention as ra
+from ring_attention import inside
+from tests.harness import RankPools
+
+
+class Block(nn.Module):
+    """Attention as people write it, with grouped heads."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.causal, self.project = causal, nn.Linear(16, 64, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).unflatten(-1, (-1, 8)).transpose(1, 2).split((4, 2, 2), dim=1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+WRAPS = {
+    "plain": lambda block, x: block(x),
+    "nonreentrant": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "compile": lambda block, x: torch.compile(block, fullgraph=True, backend="aot_eager")(x),
+}
+
+
+def wrapped(rank: int, world: int, how: str, backward_inside: bool) -> tuple[Any, ...]:
+    block, x, dout = Block(), torch.randn(2, 24, 16, dtype=torch.float64), torch.randn(2, 24, 32, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    want = block(whole)
+    want_grads = torch.autograd.grad(want, (whole, block.project.weight), dout)
+    cp = ra.ContextParallel(dist.group.WORLD)
+    part, mine = cp.shard(x).requires_grad_(), cp.positions(24)
+    with cp:
+        out = WRAPS[how](block, part)
+        if backward_inside:
+            out.backward(dout[:, mine])
+    if not backward_inside:
+        out.backward(dout[:, mine])
+    weight = block.project.weight.grad.clone()
+    dist.all_reduce(weight)
+    pairs = (out, want[:, mine]), (part.grad, want_grads[0][:, mine]), (weight, want_grads[1])
+    return tuple((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("how", list(WRAPS))
+def test_attention_sees_the_whole_sequence(ranks: RankPools, how: str) -> None:
+    for errors in ranks(2).run(wrapped, how, True):
+        assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize("how", ["plain", "compile"])
+def test_backward_may_run_outside(ranks: RankPools, how: str) -> None:
+    for errors in ranks(2).run(wrapped, how, False):
+        assert max(errors) < 1e-12
+
+
+def too_late(rank: int, world: int) -> str:
+    with pytest.raises(ra.UsageError) as error:
+        wrapped(rank, world, "reentrant", False)
+    return str(error.value)
+
+
+def test_a_reentrant_checkpoint_recomputed_too_late_is_refused(ranks: RankPools) -> None:
+    for text in ranks(2).run(too_late):
+        assert "use_reentrant" in text and "inside `with cp`" in text
+
+
+def encoder(rank: int, world: int) -> list[float]:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    x, cp, errors = torch.randn(2, 13, 16, dtype=torch.float64), ra.ContextParallel(dist.group.WORLD), []
+    mine, mask = cp.positions(13), nn.Transformer.generate_square_subsequent_mask(13, dtype=torch.float64)
+    for train in (True, False):  # evaluation has a fast path that never calls the function
+        layer.train(train)
+        with torch.set_grad_enabled(train):
+            want, causal = layer(x), layer(x, src_mask=mask, is_causal=True)
+            with cp:
+                errors.append((layer(cp.shard(x)) - want[:, mine]).abs().max().item())
+                local = layer(cp.shard(x), src_mask=mask[mine][:, mine], is_causal=True)
+                errors.append((local - causal[:, mine]).abs().max().item())
+    return errors
+
+
+def test_torchs_own_encoder_layer(ranks: RankPools) -> None:
+    for errors in ranks(2).run(encoder):
+        assert max(errors) < 1e-12
+
+
+def odd_shapes(rank: int, world: int) -> list[float]:
+    cp, errors = ra.ContextParallel(dist.group.WORLD), []
+    for shape in ((10, 8), (3, 10, 8), (2, 3, 2, 10, 8)):
+        x = torch.randn(shape, dtype=torch.float64)
+        want, mine = F.scaled_dot_product_attention(x, x, x, is_causal=True), cp.positions(10)
+        part = cp.shard(x, dim=-2)
+        with cp:
+            got = F.scaled_dot_product_attention(part, part, part, is_causal=True)
+        errors.append((got - want.index_select(-2, mine)).abs().max().item())
+    return errors
+
+
+def test_any_number_of_leading_dims(ranks: RankPools) -> None:
+    assert max(ranks(2).run(odd_shapes)[0]) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------ torch afterwards
+def restored(rank: int, world: int) -> None:
+    plain = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    cp, other = ra.ContextParallel(dist.group.WORLD), ra.ContextParallel(dist.group.WORLD, ra.Striped)
+    as_it_was = lambda: plain == (F.scaled_dot_product_attention, F.multi_head_attention_forward)  # noqa: E731
+    with cp:
+        assert inside.current().holder is cp
+        with other:
+            assert inside.current().holder is other
+        assert inside.current().holder is cp
+        with cp:
+            pass
+    assert as_it_was() and inside.current() is None and torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(KeyError), cp, other:
+        raise KeyError
+    assert as_it_was() and inside.current() is None
+
+
+def test_nothing_is_left_behind(ranks: RankPools) -> None:
+    ranks(1).run(restored)
+
+
+def threads(rank: int, world: int) -> None:
+    """Another thread has its own attention while a context is open here, in whatever order they close."""
+    plain, cp = F.scaled_dot_product_attention, ra.ContextParallel(dist.group.WORLD)
+    x = torch.randn(1, 2, 6, 4)
+    want, found, opened, close = plain(x, x, x, is_causal=True), [], threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        found.append(F.scaled_dot_product_attention(x, x, x, is_causal=True))  # not of this thread
+        with ra.ContextParallel(dist.group.WORLD):
+            opened.set()
+            close.wait(20)
+
+    thread = threading.Thread(target=elsewhere)
+    with cp:
+        thread.start()
+        opened.wait(20)
+    assert torch.equal(F.scaled_dot_product_attention(x, x, x, is_causal=True), want)  # the other is still open
+    close.set()
+    thread.join()
+    assert torch.equal(found[0], want) and F.scaled_dot_product_attention is plain
+
+
+def test_threads_do_not_meet(ranks: RankPools) -> None:
+    ranks(1).run(threads)
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+def refused(rank: int, world: int) -> list[str]:
+    cp, x, said = ra.ContextParallel(dist.group.WORLD), torch.randn(1, 4, 4, 8), []
+    heads = nn.MultiheadAttention(8, 2, batch_first=True)
+    for action in (
+        lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+        lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.bool)),
+        lambda: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2]),
+        lambda: heads(x[:, 0], x[:, 0], x[:, 0]),
+    ):
+        with pytest.raises(ra.UsageError) as error, cp:
+            action()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_a_part_cannot_know_is_refused(ranks: RankPools) -> None:
+    for said in ranks(2).run(refused):
+        for word, text in zip(("dropout", "attn_mask", "enable_gqa", "need_weights"), said, strict=True):
+            assert word in text
+
+
+def on_one_rank(rank: int, world: int) -> str:
+    cp, x = ra.ContextParallel(dist.group.WORLD), torch.randn(1, 2, 4, 8)
+    with pytest.raises(ra.UsageError) as error, cp:
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1 if rank == 1 else 0.0)
+    return str(error.value)
+
+
+def test_one_ranks_refusal_stops_all(ranks: RankPools) -> None:
+    assert all("rank 1" in text and "dropout" in text for text in ranks(2).run(on_one_rank))
