@@ -16,13 +16,19 @@ from finetune.report import read_metrics
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
 REST = "#d0d0d0"
+VISIBLE = 0.05 * MIB
+MOST = 8  # ranks drawn: those that take most
 
 
 def draw(metrics: pathlib.Path, target: pathlib.Path) -> None:
     """Loss over the steps, and memory of each rank beside the closed form, into `target` (PNG)."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained", width_ratios=(1, 1.2))
+    run, ranks = read_metrics(metrics, "run")[-1], read_metrics(metrics, "memory")
+    ranks = sorted(sorted(ranks, key=lambda r: -r["process"])[:MOST], key=lambda r: r["rank"])
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(9 + 1.5 * len(ranks), 4.2), layout="constrained", width_ratios=(1, 0.5 + 0.35 * len(ranks))
+    )
     _loss(left, read_metrics(metrics, "train"), read_metrics(metrics, "eval"))
-    _memory(right, read_metrics(metrics, "memory"), read_metrics(metrics, "run")[-1])
+    _memory(right, ranks, run)
     figure.savefig(target, dpi=120)
     plt.close(figure)
 
@@ -34,6 +40,7 @@ def _loss(axes: Axes, train: list[dict[str, Any]], held_out: list[dict[str, Any]
     for step, loss in zip(steps, losses, strict=True):
         axes.annotate(f"{loss:.3f}", (step, loss), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9)
     axes.margins(x=0.08, y=0.12)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(title="Loss", xlabel="step", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -41,7 +48,8 @@ def _loss(axes: Axes, train: list[dict[str, Any]], held_out: list[dict[str, Any]
 
 def _memory(axes: Axes, ranks: list[dict[str, Any]], run: dict[str, Any]) -> None:
     """Two bars a rank, by category: the closed form, and what was measured with the rest of the process on top."""
-    categories = list(dict.fromkeys(name for r in ranks for name in [*r["predicted"], *r["held"]]))
+    sizes = [(name, size) for r in ranks for kind in ("predicted", "held") for name, size in r[kind].items()]
+    categories = list(dict.fromkeys(name for name, size in sizes if size > VISIBLE))
     colour = dict(zip(categories, COLOURS, strict=False))
     names: list[str] = []
     for number, rank in enumerate(ranks):
@@ -62,7 +70,7 @@ def _memory(axes: Axes, ranks: list[dict[str, Any]], run: dict[str, Any]) -> Non
                 axes.annotate(f"{bottom + rest:,.0f}", (at, bottom + rest), ha="center", va="bottom", fontsize=9)
     ticks = [2.6 * n + k for n in range(len(ranks)) for k in (0, 1)]
     axes.set_xticks(ticks, names, fontsize=9)
-    axes.set(title=f"Memory per rank, stage {run['options']['stage']} on {len(ranks)} ranks", ylabel="MiB")
+    axes.set(title=f"Memory per rank, stage {run['options']['stage']} on {run['ranks']} ranks", ylabel="MiB")
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
