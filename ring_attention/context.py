@@ -108,10 +108,13 @@ class ContextParallel:
         Raises:
             UsageError: the model computes attention by itself, or has layers that carry state along the sequence.
         """
-        self._attached.append(transformers.attach(model))
+        model = transformers.unwrapped(model)
+        attachment = transformers.attach(model)
+        self._attached = [a for a in self._attached if a.model() is not model] + [attachment]
 
     def detach(self, model: nn.Module) -> None:
         """Gives the model its former attention back."""
+        model = transformers.unwrapped(model)
         for attachment in [a for a in self._attached if a.model() is model]:
             transformers.detach(attachment)
             self._attached.remove(attachment)

@@ -7,6 +7,7 @@ N tokens of this rank, V size of the vocabulary, E hidden size.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, teams: list[Team], ignore_inde
     flat = logits.flatten(0, -2)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
-    return _mean(total, labels, teams, ignore_index, tokens, "cross_entropy")
+    _agree("cross_entropy", labels, teams, tokens)
+    return _mean(total, labels, teams, ignore_index, tokens)
 
 
 def linear_cross_entropy(
@@ -41,8 +43,10 @@ def linear_cross_entropy(
     """
     _check(hidden.shape[:-1], labels, "hidden")
     size = chunk_tokens or max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // max(1, weight.shape[0])))
-    total = ChunkedLoss.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), ignore_index, size)
-    return _mean(total, labels, teams, ignore_index, tokens, "linear_cross_entropy")
+    most = _agree("linear_cross_entropy", labels, teams, tokens)
+    num_chunks = max(1, -(-most // size))  # the same on every rank, though their shares differ
+    total = ChunkedLoss.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), ignore_index, num_chunks)
+    return _mean(total, labels, teams, ignore_index, tokens)
 
 
 def num_tokens(labels: Tensor, teams: list[Team], ignore_index: int) -> Tensor:
@@ -51,10 +55,13 @@ def num_tokens(labels: Tensor, teams: list[Team], ignore_index: int) -> Tensor:
     return comm.sum_over(teams, (labels != ignore_index).sum())
 
 
-def _mean(
-    total: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None, name: str
-) -> Tensor:
-    comm.agree(teams, Call({"call": name, "tokens given": str(tokens is not None)}))
+def _agree(name: str, labels: Tensor, teams: list[Team], tokens: Tensor | int | None) -> int:
+    """The largest number of tokens that a rank has."""
+    told = {"call": name, "tokens given": str(tokens is not None)}
+    return max(lengths[0] for lengths in comm.agree(teams, Call(told, (labels.numel(), 0))).lengths)
+
+
+def _mean(total: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None) -> Tensor:
     counted = torch.stack([total.detach().double(), (labels != ignore_index).sum().to(total.device).double()])
     summed, count = comm.sum_over(teams, counted)
     size = comm.total(teams)
@@ -87,11 +94,11 @@ def _check(shape: torch.Size, labels: Tensor, name: str) -> None:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Sum of cross entropies over [N] tokens. Every rank walks the same number of chunks for the same N; none waits."""
+    """Sum of cross entropies over [N] tokens, in `num_chunks` chunks."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, size: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, num_chunks: int
     ) -> Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -99,10 +106,12 @@ class ChunkedLoss(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if wants[0] else None
         dweight = torch.zeros_like(weight, dtype=wide) if wants[1] else None
         dbias = torch.zeros_like(bias, dtype=wide) if wants[2] and bias is not None else None
-        for start in range(0, len(hidden), size):
-            h, y = hidden[start : start + size], labels[start : start + size]
-            logits = F.linear(h, weight, bias).to(wide)  # [chunk, V]
+        border = [len(hidden) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        for start, stop in pairwise(border):
+            y = labels[start:stop]
             valid = y != ignore_index
+            h = hidden[start:stop].masked_fill(~valid[:, None], 0)  # whatever an ignored token holds stays there
+            logits = F.linear(h, weight, bias).to(wide)  # [chunk, V]
             target = y.masked_fill(~valid, 0)[:, None]
             norm = torch.logsumexp(logits, -1, keepdim=True)
             total += ((norm - logits.gather(1, target))[:, 0] * valid).sum()
@@ -111,7 +120,7 @@ class ChunkedLoss(torch.autograd.Function):
             slope = logits.sub_(norm).exp_()  # softmax - onehot, in the place of the logits
             slope.scatter_add_(1, target, torch.full_like(norm, -1.0)).mul_(valid[:, None])
             if dhidden is not None:
-                dhidden[start : start + size] = slope.to(weight.dtype) @ weight
+                dhidden[start:stop] = slope.to(weight.dtype) @ weight
             if dweight is not None:
                 dweight.addmm_(slope.T, h.to(wide))
             if dbias is not None:

@@ -24,7 +24,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Request:
-    """What goes into the op as text; `text` and `parse` are inverse."""
+    """What goes into the op as text, a line a field."""
 
     groups: str
     layout: str

@@ -56,6 +56,14 @@ class Attachment:
                      if found[path]._attn_implementation != name), None)  # fmt: skip
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper such as DistributedDataParallel."""
+    inner = getattr(model, "module", None)
+    if hasattr(model, "set_attn_implementation") or not isinstance(inner, nn.Module):
+        return model
+    return unwrapped(inner)
+
+
 def attach(model: nn.Module) -> Attachment:
     """Selects the implementation in all text configs of the model.
 
@@ -67,9 +75,8 @@ def attach(model: nn.Module) -> Attachment:
         raise UsageError(f"{type(model).__name__} is no transformers model; for other modules `with cp:` is enough")
     _refuse_state(model)
     configs = _configs(model)
-    before = {path: config._attn_implementation or "eager" for path, config in configs.items()}
-    if any(name.startswith(PREFIX) for name in before.values()):
-        raise UsageError(f"{type(model).__name__} is attached already; detach it first")
+    # a model that is attached already, by another context, goes back to what it had before that
+    before = {path: (config._attn_implementation or "eager").removeprefix(PREFIX) for path, config in configs.items()}
     names = {path: _register("eager" if old == "eager" else "sdpa") for path, old in before.items()}
     _select(model, names)
     left = [path or "the model" for path, config in _configs(model).items() if config._attn_implementation != names[path]]
