@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 import zeroshard
 
@@ -29,6 +30,16 @@ def rows_of(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     return rows.chunk(ranks)[rank], (rows * rows.roll(1, 1)).chunk(ranks)[rank]
 
 
+def join_the_others() -> tuple[int, int]:
+    """This rank and the number of ranks. Each restart by torchrun has keys of its own in the store, which outlives it."""
+    store, rank, ranks = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, ranks = next(rendezvous("env://"))
+        store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return rank, ranks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="in all, those of earlier runs included")
@@ -37,9 +48,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=pathlib.Path, default=pathlib.Path("runs/resume/checkpoint"))
     options = parser.parse_args()
 
-    alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
-    dist.init_process_group("gloo", **alone)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = join_the_others()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, FEATURES)) for _ in range(3)]
     model = nn.Sequential(*layers)
