@@ -40,14 +40,15 @@ class Guard:
         self._current: tuple[comm.Pending, float] | None = None
         self._published = ""
         self._last_seen: dict[int, str] = {}
-        self._channels: list[comm.Channel] = []
+        self._channels: list[weakref.ref[comm.Channel]] = []  # a channel owns its guard
+        self._kept: list[comm.Channel | None] = []
         self._released: dict[tuple[int, str], Any] = {}
         self._lingers = False
 
     def start(self, token: str, members: list[int], channels: tuple[comm.Channel, ...]) -> None:
         """`token` is the same on all ranks of the runtime and on no other runtime; `members` are its global ranks."""
         self.store, self.prefix, self.members = comm.whole_world_store(), f"zeroshard/{token}", members
-        self._channels = [weakref.proxy(channel) for channel in channels]  # a channel owns its guard
+        self._channels = [weakref.ref(channel) for channel in channels]
         if self.store is not None and len(members) > 1:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="zeroshard-guard", daemon=True).start()
 
@@ -84,7 +85,7 @@ class Guard:
         """The others may still wait for this rank: somebody goes on answering them, though the model may be gone."""
         if self.verdict is not None:
             if not self._lingers:
-                self._lingers = True
+                self._lingers, self._kept = True, [channel() for channel in self._channels]
                 threading.Thread(target=_linger, args=(self,), name="zeroshard-guard", daemon=True).start()
             raise DivergenceError(self.verdict)
 
@@ -121,7 +122,7 @@ class Guard:
         return {
             "label": pending.label,
             "since": since,
-            "channel": self._channels.index(pending.channel),
+            "channel": self._channels.index(weakref.ref(pending.channel)),
             "waits": [[peer, nbytes] for peer, _, nbytes in list(pending.receives)],
             "posted": sorted(self._posted),
         }
@@ -137,7 +138,9 @@ class Guard:
         What was sent is kept: the transport reads it whenever the other side is ready.
         """
         for rank, state in states.items():
-            label, channel = state["label"], self._channels[state["channel"]]
+            label, channel = state["label"], self._channels[state["channel"]]()
+            if channel is None:
+                continue
             due = [nbytes for peer, nbytes in state["waits"] if peer == self.rank]
             transport = channel.transport
             missing = bool(due) and label not in self._posted and (rank, label) not in self._released

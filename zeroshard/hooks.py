@@ -26,11 +26,9 @@ class ScopeHook:
     def __init__(self, runtime: Runtime, scope: Scope):
         self.runtime, self.scope = runtime, scope
 
-    @torch.compiler.disable
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.runtime.before_forward(self.scope)
 
-    @torch.compiler.disable
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.runtime.after_forward(self.scope)
 
@@ -68,9 +66,10 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def watch_module(module: nn.Module, runtime: Runtime, scope: Scope) -> None:
+    """Compiled graphs break around the hooks. Said here, not where they are defined: it imports torch's whole compiler."""
     hook = ScopeHook(runtime, scope)
-    module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(hook.after, always_call=True)
+    module.register_forward_pre_hook(torch.compiler.disable(hook.before), prepend=True, with_kwargs=True)
+    module.register_forward_hook(torch.compiler.disable(hook.after), always_call=True)
 
 
 def cast_calls(module: nn.Module, dtype: torch.dtype, back: bool) -> None:
