@@ -16,7 +16,7 @@ import json
 import math
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -88,7 +88,7 @@ class Team:
         return parts
 
     @contextlib.contextmanager
-    def watching(self, peer: int | None):  # type: ignore[no-untyped-def]
+    def watching(self, peer: int | None) -> Iterator[None]:
         """Turns a failure of the transport into a `PeerError` on every rank that waits for this one too."""
         try:
             yield
