@@ -232,6 +232,14 @@ def is_inplace(name: str) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
+REFUSED = frozenset(
+    [
+        *["set_", "resize_", "resize_as_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"],
+        *["as_strided_", "fill_diagonal_", "share_memory_", "__dlpack__", "tolist", "numpy"],
+    ]
+)
+"""What needs storage of the whole, or would change the logical shape."""
+
 VIEW_NAMES = frozenset(
     [
         "__getitem__",

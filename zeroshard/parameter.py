@@ -58,6 +58,9 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return entry_of(self).value().__reduce_ex__(protocol)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch does not ask __torch_function__ about this one
+        return _refuse("set_")(self)
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardError(
             f"copy.deepcopy of {entry_of(self).name}, which is sharded. For an average of the weights use "
@@ -79,15 +82,19 @@ def plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
+    name = func.__self__.__name__ if name == "__get__" else name  # p.T
     leaves = tree_leaves((args, kwargs))
     params = [leaf for leaf in leaves if isinstance(leaf, ShardedParameter)]
+    if name in ops.REFUSED:
+        _refuse(name)(params[0])
     target = (*args, *kwargs.values())[:1] if ops.is_inplace(name) else ()
     written = [leaf for leaf in tree_leaves((target, kwargs.get("out"))) if isinstance(leaf, ShardedParameter)]
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor))
     if written:
-        if tracked and func.__module__ != "torch.nn.init" and any(param.requires_grad for param in written):
+        if tracked and getattr(func, "__module__", "") != "torch.nn.init" and any(param.requires_grad for param in written):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        if func(*tree_map(_value, args), **tree_map(_value, kwargs)) is None:
+            return None
         return kwargs["out"] if "out" in kwargs else target[0]
     if not tracked and (name in _PIECEWISE or name.startswith("_foreach_")):
         return func(*tree_map(_value, args), **tree_map(_value, kwargs))

@@ -37,6 +37,9 @@ class Partial(torch.Tensor):
     def tolist(self) -> Any:
         return self.resolved().tolist()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.resolved(), spec)
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.resolved().numpy(*args, **kwargs)
 

@@ -88,6 +88,10 @@ class Sharded(torch.Tensor):
         return Sharded(self.piece.clone(), self.spec, None)
 
     def __setitem__(self, index: Any, values: Any) -> None:
+        mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == self.shape
+        if mask and not isinstance(values, torch.Tensor):
+            self.masked_fill_(index, values)
+            return
         if self.owner is None:
             raise whole_needed("item assignment", self)
         whole = whole_of(self)
@@ -95,15 +99,25 @@ class Sharded(torch.Tensor):
         self.piece.copy_(self.spec.cut(whole))
         self.owner.written()
 
-    def tolist(self) -> Any:
-        raise whole_needed("tolist", self)
+    def _set_data(self, values: torch.Tensor) -> None:
+        self.copy_(values)
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        raise whole_needed("numpy", self)
+    data = property(torch.Tensor.detach, _set_data)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs or {})
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        raise whole_needed(name, self)
+
+    return refuse
+
+
+for _name in ops.REFUSED:
+    setattr(Sharded, _name, _refusing(_name))
 
 
 def whole_needed(what: str, tensor: Sharded) -> ShardError:
@@ -209,6 +223,8 @@ def copying(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def flat_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A view that keeps the order of elements is the same piece under another shape."""
     source = args[0]
+    if isinstance(args[1], torch.dtype):
+        return NotImplemented
     shape = torch.empty(source.shape, device="meta").view(*args[1:]).shape
     return Sharded(source.piece, dataclasses.replace(source.spec, shape=tuple(shape)), source.owner, source.of_value)
 
