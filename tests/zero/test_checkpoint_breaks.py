@@ -259,3 +259,34 @@ def in_the_background(rank: int, world: int, path: str) -> None:
 
 def test_a_save_in_the_background_has_the_values_of_the_call(ranks: RankPools, tmp_path: pathlib.Path) -> None:
     ranks(2).run(in_the_background, str(tmp_path / "checkpoint"))
+
+
+# ------------------------------------------------------------------------------------------ replaced while it is read
+
+
+def replaced_while_read(rank: int, world: int, folder: str) -> None:
+    path, other = pathlib.Path(folder, "checkpoint"), pathlib.Path(folder, "other")
+    model, opt = pair("net", "adamw", stage=3)
+    zeroshard.save(path, model, opt, extra="old")
+    zeroshard.save(other, model, opt, extra="new")
+    damage, calls = files.damage, []
+
+    def slow(root: pathlib.Path, share: dict[str, tuple[int, str]]) -> list[str]:
+        calls.append(root)
+        meet()
+        if len(calls) == 1 and rank == 0:  # another job saves, and clears what it has replaced
+            shutil.move(next(other.glob("data-*")), path)
+            os.replace(other / ".metadata", path / ".metadata")
+            for name in share:
+                shutil.rmtree((path / name).parent)
+        meet()
+        return damage(root, share)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "damage", slow)
+        assert zeroshard.load(path, model, opt) == "new"
+    assert len(calls) == 2
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(ranks: RankPools, tmp_path: pathlib.Path) -> None:
+    ranks(2).run(replaced_while_read, str(tmp_path))

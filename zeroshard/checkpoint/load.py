@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm import Topology
 from ..config import ShardError
 from ..ema import EMA
 from ..entry import Entry
@@ -29,6 +30,7 @@ from .save import finish_earlier
 from .together import place_of, same, together
 
 _MAX_NAMED = 40
+_ATTEMPTS = 3
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, ema: EMA | None = None) -> Any:
@@ -73,20 +75,43 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, 
 
 
 def _open(root: pathlib.Path, runtime: Runtime) -> Index:
+    """The index, once all ranks have read the same one and its files are sound.
+
+    Another job may replace the checkpoint meanwhile, files included: then the new one is opened.
+    """
     topology = runtime.topology
-    index: Index | None = None
-    error: Exception | None = None
+    for attempt in range(_ATTEMPTS):
+        index: Index | None = None
+        error: Exception | None = None
+        try:
+            index = files.read_index(root)
+            share = sorted(index.files or ())[place_of(topology) :: topology.ranks]
+            problems = files.damage(root, {name: index.files[name] for name in share}) if index.files is not None else []
+            if problems:
+                raise ShardError(f"{root} is damaged: {'; '.join(problems)}. Nothing has been loaded")
+        except Exception as problem:
+            error = problem
+        save_id = "" if index is None else index.save_id
+        try:
+            ids = together(topology, "load: open", save_id.encode(), error)
+            if len(set(ids)) > 1:
+                raise ShardError(f"{root} holds different checkpoints for different ranks: {sorted(i.decode() for i in ids)}")
+            assert index is not None
+            return index
+        except ShardError as problem:
+            if type(problem) is not ShardError or attempt + 1 == _ATTEMPTS or not _replaced(root, save_id, topology):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _replaced(root: pathlib.Path, save_id: str, topology: Topology) -> bool:
+    """Whether any rank finds another checkpoint there by now."""
     try:
-        index = files.read_index(root)
-        share = sorted(index.files or ())[place_of(topology) :: topology.ranks]
-        problems = files.damage(root, {name: index.files[name] for name in share}) if index.files is not None else []
-        if problems:
-            raise ShardError(f"{root} is damaged: {'; '.join(problems)}. Nothing has been loaded")
-    except Exception as problem:
-        error = problem
-    together(topology, "load: open", error=error)
-    assert index is not None
-    return index
+        now = files.read_index(root).save_id
+    except ShardError:
+        now = save_id
+    told = topology.exchange_bytes("load: look again", b"new" if now != save_id else b"old")
+    return any(text == b"new" for _, text in told)
 
 
 class _Loading:
