@@ -146,7 +146,8 @@ class ContextParallel:
         Args:
             logits: `[..., V]` of this rank's tokens.
             shift_labels: `[...]`, shifted already.
-            tokens: divide by this number instead of the group's own valid tokens.
+            tokens: the number of valid tokens of all ranks whose gradients are averaged, where replicas hold different
+                counts: `num_tokens(shift_labels, group=...)`, or a plain number counted over all ranks of the job.
         """
         return loss.cross_entropy(logits, shift_labels, self._teams, ignore_index, tokens)
 

@@ -52,7 +52,9 @@ def linear_cross_entropy(
 def num_tokens(labels: Tensor, teams: list[Team], ignore_index: int) -> Tensor:
     """Number of valid labels over all ranks, int64."""
     comm.agree(teams, Call({"call": "num_tokens"}))
-    return comm.sum_over(teams, (labels != ignore_index).sum())
+    count = comm.sum_over(teams, (labels != ignore_index).sum())
+    count.num_ranks = comm.total(teams)  # type: ignore[attr-defined]
+    return count
 
 
 def _agree(name: str, labels: Tensor, teams: list[Team], tokens: Tensor | int | None) -> int:
@@ -64,11 +66,13 @@ def _agree(name: str, labels: Tensor, teams: list[Team], tokens: Tensor | int | 
 def _mean(total: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None) -> Tensor:
     counted = torch.stack([total.detach().double(), (labels != ignore_index).sum().to(total.device).double()])
     summed, count = comm.sum_over(teams, counted)
-    size = comm.total(teams)
+    ranks = size = comm.total(teams)
     if tokens is not None:
+        ranks = getattr(tokens, "num_ranks", comm.num_ranks())
         count = torch.as_tensor(tokens, dtype=torch.float64, device=total.device)
     count = count.clamp(min=1)
-    return Shared.apply(total, (summed / count).to(total.dtype), (size / count).to(total.dtype))
+    value = summed * ranks / (size * count)  # its mean over replicas is the mean over all their tokens
+    return Shared.apply(total, value.to(total.dtype), (ranks / count).to(total.dtype))
 
 
 class Shared(torch.autograd.Function):

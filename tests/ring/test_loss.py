@@ -86,15 +86,16 @@ def test_all_ranks_report_the_same_number(ranks: RankPools) -> None:
     assert abs(found[0][0] - 2 * found[0][1]) < 1e-6
 
 
-def mean_over_replicas(rank: int, world: int) -> tuple[float, float]:
-    """2 replicas with unequal numbers of tokens: `tokens` is their mean count, gradients averaged over all ranks."""
+def mean_over_replicas(rank: int, world: int, as_tensor: bool) -> tuple[float, float]:
+    """2 replicas with unequal numbers of tokens: `tokens` is the count of both, gradients averaged over all ranks."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     cp, replica = ra.ContextParallel(mesh["context"]), mesh["data"].get_local_rank()
     labels = torch.randint(V, (1, 12), generator=torch.Generator().manual_seed(replica))
     labels[:, : 3 + 5 * replica] = -100
     logits = torch.randn(1, 12, V, generator=torch.Generator().manual_seed(9 + replica), dtype=torch.float64)
     scale, mine = torch.ones((), dtype=torch.float64, requires_grad=True), cp.positions(12)
-    tokens = cp.num_tokens(labels[:, mine], group=dist.group.WORLD) / 2
+    tokens: torch.Tensor | int = cp.num_tokens(labels[:, mine], group=dist.group.WORLD)
+    tokens = tokens if as_tensor else int(tokens)
     cp.cross_entropy(logits[:, mine] * scale, labels[:, mine], tokens=tokens).backward()
     got = scale.grad.clone()
     dist.all_reduce(got)
@@ -109,8 +110,9 @@ def mean_over_replicas(rank: int, world: int) -> tuple[float, float]:
 
 
 def test_replicas_with_unequal_tokens(ranks: RankPools) -> None:
-    for got, want in ranks(4).run(mean_over_replicas):
-        assert abs(got - want) < 1e-12
+    for as_tensor in (True, False):
+        for got, want in ranks(4).run(mean_over_replicas, as_tensor):
+            assert abs(got - want) < 1e-12
 
 
 def mismatched(rank: int, world: int) -> str:
