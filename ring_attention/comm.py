@@ -121,6 +121,11 @@ def place(teams: Sequence[Team]) -> int:
     return number
 
 
+def num_ranks() -> int:
+    """How many ranks there are in all."""
+    return dist.get_world_size()
+
+
 def total(teams: Sequence[Team]) -> int:
     return math.prod(team.size for team in teams)
 
