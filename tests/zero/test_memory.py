@@ -235,7 +235,7 @@ def test_deleting_model_and_optimizer_frees_everything(ranks: RankPools) -> None
 
 
 def graph_outlives(rank: int, world: int) -> tuple[int, int]:
-    model, optimizer = zeroshard.shard(wide(), None, stage=3)
+    model, _ = zeroshard.shard(wide(), None, stage=3)
     kept = model(torch.ones(2, WIDTH))  # a graph that nobody runs backward through
     held = zeroshard.stats(model).resident_bytes["gathered"]
     del kept
