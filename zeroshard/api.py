@@ -56,8 +56,8 @@ def shard(
         raise ShardError("this model is sharded already; give all its optimizers to the first call of shard as a list")
     optimizers = _optimizers(model, optimizer)
     guard = Guard()
-    topology = comm.topology(mesh, guard)
     plans = partition(model, options)
+    topology = comm.topology(mesh, guard, _device(plans))
     _agree(plans, options, topology, guard)
     runtime = _build(model, plans, options, topology, guard)
     for each in optimizers:

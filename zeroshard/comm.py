@@ -203,7 +203,7 @@ class Channel:
     rank, size: place in it. bytes_sent: by this rank. skipped_steps: how often a GradScaler found a gradient not finite.
     """
 
-    def __init__(self, group: ProcessGroup | None, watch: Watch | None = None, native: bool | None = None):
+    def __init__(self, group: ProcessGroup | None, watch: Watch | None = None, device: torch.device | None = None):
         self.group: Any = group
         self.watch = watch or Alone()
         self.ranks = [own_rank()] if group is None else list(dist.get_process_group_ranks(group))
@@ -212,11 +212,12 @@ class Channel:
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.mirror: Any = None  # inside join: what is to be told of operations on pieces
         self.bytes_sent, self.skipped_steps = 0, torch.zeros((), dtype=torch.int64)
-        self._native = group is not None and "gloo" not in _backend(group) if native is None else native
+        self.device = device or torch.device("cpu")
+        self.native = self.device.type != "cpu"
 
     @property
     def transport(self) -> Messages | Native:
-        return Native(self) if self._native else Messages(self)
+        return Native(self) if self.native else Messages(self)
 
     def gather(self, label: str, full: torch.Tensor) -> Pending:
         """Fills `full` [numel] with every rank's share; this rank's own must already lie in it. -> full"""
@@ -245,21 +246,20 @@ class Channel:
         """Every rank's `tensor` (small, the same shape everywhere), in rank order. Blocking."""
         if self.size == 1:
             return [tensor]
-        full = tensor.new_empty((self.size, *tensor.shape))
+        full = tensor.new_empty((self.size, *tensor.shape), device=self.device)
         full[self.rank] = tensor
         self.gather(label, full.view(-1)).wait()
-        return list(full.unbind())
+        return list(full.to(tensor.device).unbind())
 
     def exchange_bytes(self, label: str, message: bytes) -> list[bytes]:
         """Every rank's message, of any length, in rank order. Blocking."""
         if self.size == 1:
             return [message]
-        device = _device(self.group)
-        lengths = self.exchange_all(f"{label} (lengths)", torch.tensor([len(message)], device=device))
+        lengths = self.exchange_all(f"{label} (lengths)", torch.tensor([len(message)]))
         width = max(int(n) for n in lengths)
-        padded = torch.frombuffer(bytearray(message.ljust(width, b"\0")), dtype=torch.uint8).to(device)
+        padded = torch.frombuffer(bytearray(message.ljust(width, b"\0")), dtype=torch.uint8)
         texts = self.exchange_all(f"{label} (texts)", padded)
-        return [bytes(text.cpu().numpy().tobytes()[: int(n)]) for text, n in zip(texts, lengths, strict=True)]
+        return [bytes(text.numpy().tobytes()[: int(n)]) for text, n in zip(texts, lengths, strict=True)]
 
     def route(self, label: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Pending:
         """Point to point inside the channel: both map a rank of the channel to a contiguous tensor."""
@@ -310,22 +310,25 @@ class Topology:
         self.shard.broadcast(label, tensor)
 
 
-def topology(mesh: Any, watch: Watch | None = None) -> Topology:
-    """`None` the world · a process group · a 1-D mesh (shard) · a 2-D mesh (replicate, shard)."""
+def topology(mesh: Any, watch: Watch | None = None, device: torch.device | None = None) -> Topology:
+    """`None` the world · a process group · a 1-D mesh (shard) · a 2-D mesh (replicate, shard). `device`: of the tensors."""
+
+    def along(shard: ProcessGroup | None, replicate: ProcessGroup | None = None) -> Topology:
+        return Topology(Channel(shard, watch, device), Channel(replicate, watch, device))
+
     if mesh is None:
-        group = dist.group.WORLD if dist.is_initialized() else None
-        return Topology(Channel(group, watch), Channel(None, watch))
+        return along(dist.group.WORLD if dist.is_initialized() else None)
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim == 1:
-            return Topology(Channel(mesh.get_group(), watch), Channel(None, watch))
+            return along(mesh.get_group())
         if mesh.ndim == 2:
-            return Topology(Channel(mesh.get_group(1), watch), Channel(mesh.get_group(0), watch))
+            return along(mesh.get_group(1), mesh.get_group(0))
         raise ShardError(
             f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: expected one (shard) or two (replicate, shard); "
             "flatten others into one, e.g. mesh['data', 'context']._flatten()"
         )
     if isinstance(mesh, ProcessGroup):
-        return Topology(Channel(mesh, watch), Channel(None, watch))
+        return along(mesh)
     raise ShardError(f"mesh={mesh!r}: expected None, a ProcessGroup or a DeviceMesh")
 
 
@@ -338,11 +341,3 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _backend(group: ProcessGroup) -> str:
-    return str(dist.get_backend(group)).lower()
-
-
-def _device(group: ProcessGroup | None) -> torch.device:
-    if group is None or "gloo" in _backend(group):
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")

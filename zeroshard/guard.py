@@ -76,8 +76,9 @@ class Guard:
         self._raise_verdict()
         seen = self._last_seen.get(peer)
         waited = f"; it was waiting in {seen!r}" if seen else ""
+        who = f"rank {peer}" if peer != self.rank else f"one of ranks {pending.channel.ranks}"
         return StallError(
-            f"rank {peer} did not arrive at {pending.label!r} (rank {self.rank} waited for it there){waited}. It is dead, "
+            f"{who} did not arrive at {pending.label!r} (rank {self.rank} waited for it there){waited}. It is dead, "
             f"stuck, or slower than the group's timeout allows: {_first_line(error)}"
         )
 

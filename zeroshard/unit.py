@@ -63,7 +63,7 @@ class Unit(Gradients):
         align = max(1, ALIGN_BYTES // plan.dtype.itemsize)
         self.layout = FlatLayout.of([tuple(param.shape) for param in plan.params], world, align)
         held_by_all = stage.shards and world > 1
-        self.holders = topology.shard if held_by_all else Channel(None, topology.shard.watch)
+        self.holders = topology.shard if held_by_all else Channel(None, topology.shard.watch, topology.shard.device)
         self.held_numel = self.layout.shard_numel if held_by_all else self.layout.numel
         self.releases = stage.release_params and held_by_all
         self.release_grads = stage.release_grads and held_by_all
