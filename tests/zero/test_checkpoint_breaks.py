@@ -19,7 +19,7 @@ import zeroshard
 from tests.harness import RankPools, RanksFailed, assert_equal
 from tests.zero.checkpoints import content, files_in, meet, pair, steps
 from zeroshard import ShardError
-from zeroshard.checkpoint import files
+from zeroshard.checkpoint import files, index
 
 # ------------------------------------------------------------------------------------------ killed
 
@@ -120,7 +120,7 @@ def fails_on_one_rank(rank: int, world: int, path: str) -> None:
     for culprit, name in ((1, "write"), (0, "write"), (0, "index_of"), (0, "replace_file")):
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(files, name, no_space)
+                patch.setattr(index if name == "index_of" else files, name, no_space)
             expect([f"rank {culprit}", "No space left"], lambda: zeroshard.save(path, model, opt, extra=2))
             saving = zeroshard.save(path, model, opt, extra=2, blocking=False)
             expect([f"rank {culprit}", "No space left"], saving.wait)
@@ -224,13 +224,13 @@ def test_damaged_files_are_named_and_nothing_is_loaded(ranks: RankPools, tmp_pat
 
 def test_every_bit_of_the_index_counts(ranks: RankPools, tmp_path: pathlib.Path) -> None:
     ranks(1).run(killed_never, str(tmp_path / "checkpoint"))
-    index = tmp_path / "checkpoint" / ".metadata"
-    data = index.read_bytes()
-    files.read_index(index.parent)
+    path = tmp_path / "checkpoint" / ".metadata"
+    data = path.read_bytes()
+    index.read_index(path.parent)
     for place in [*range(0, len(data), 37), *range(len(data) - 40, len(data))]:
-        index.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         with pytest.raises(ShardError, match=r"\.metadata"):
-            files.read_index(index.parent)
+            index.read_index(path.parent)
 
 
 def killed_never(rank: int, world: int, path: str) -> None:

@@ -13,7 +13,8 @@ import os
 import pathlib
 import re
 import shutil
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from .contents import is_cut
 from .files import sync_folder
 from .tensorfile import DTYPES, INDEX, Shape, Writer
 from .together import place_of, together
+
+T = TypeVar("T", bound=Shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ def export(
     error: Exception | None = None
     files: dict[str, list[Export]] = {}
     try:
-        files = _plan(_tensors(model, runtime, dtype, trainable_only), max_file_bytes)
+        files = plan_files(_tensors(model, runtime, dtype, trainable_only), max_file_bytes)
         if place == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -78,7 +81,7 @@ def export(
         _write_all(files, staging, runtime)
         if place == 0:
             _write_rest(files, staging, model, dtype, config, tokenizer)
-            _publish(staging, target)
+            publish_folder(staging, target)
     except OSError as problem:
         error = problem
     finally:
@@ -119,8 +122,9 @@ def _tensors(model: nn.Module, runtime: Runtime, dtype: torch.dtype | None, trai
     return list(found.values())
 
 
-def _plan(tensors: list[Export], max_file_bytes: int) -> dict[str, list[Export]]:
-    files: list[list[Export]] = [[]]
+def plan_files(tensors: Sequence[T], max_file_bytes: int) -> dict[str, list[T]]:
+    """File name -> the tensors that go into it."""
+    files: list[list[T]] = [[]]
     filled = 0
     for tensor in tensors:
         if filled + tensor.nbytes > max_file_bytes and files[-1]:
@@ -194,11 +198,7 @@ def _write_rest(
     config: Any,
     tokenizer: Any,
 ) -> None:
-    if len(files) > 1:
-        total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-        weight_map = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (staging / INDEX).write_text(text)
+    write_index(files, staging)
     if config is None and callable(getattr(getattr(model, "config", None), "save_pretrained", None)):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
@@ -212,7 +212,15 @@ def _write_rest(
             each.save_pretrained(staging)
 
 
-def _publish(staging: pathlib.Path, target: pathlib.Path) -> None:
+def write_index(files: Mapping[str, Sequence[Shape]], folder: pathlib.Path) -> None:
+    """The file that says which tensor is where, if there are several."""
+    if len(files) > 1:
+        total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+        weight_map = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+
+
+def publish_folder(staging: pathlib.Path, target: pathlib.Path) -> None:
     """One rename for a new folder. Into one that is there the files move one by one, then older weights are removed."""
     sync_folder(staging)
     if not target.exists():

@@ -25,7 +25,7 @@ from ..partition import clean
 from ..runtime import Runtime, runtime_of
 from . import contents, files
 from .contents import OptimizerView, Part
-from .files import Index, Reader
+from .index import Index, Reader, read_index
 from .save import finish_earlier
 from .together import place_of, same, together
 
@@ -84,7 +84,7 @@ def _open(root: pathlib.Path, runtime: Runtime) -> Index:
         index: Index | None = None
         error: Exception | None = None
         try:
-            index = files.read_index(root)
+            index = read_index(root)
             share = sorted(index.files or ())[place_of(topology) :: topology.ranks]
             problems = files.damage(root, {name: index.files[name] for name in share}) if index.files is not None else []
             if problems:
@@ -107,7 +107,7 @@ def _open(root: pathlib.Path, runtime: Runtime) -> Index:
 def _replaced(root: pathlib.Path, save_id: str, topology: Topology) -> bool:
     """Whether any rank finds another checkpoint there by now."""
     try:
-        now = files.read_index(root).save_id
+        now = read_index(root).save_id
     except ShardError:
         now = save_id
     told = topology.exchange_bytes("load: look again", b"new" if now != save_id else b"old")
@@ -188,7 +188,7 @@ class _Loading:
         if not saved:
             raise ShardError(f"the checkpoint {self.reader.root} holds no optimizer; call load without one")
         owners = [each for each in saved for _ in range(each["num_groups"])]
-        left = list(zip(owners, self._saved_groups(), strict=True))
+        left = list(zip(owners, self.reader.groups(), strict=True))
         for view in self.views:
             taken = []
             for group, mine in zip(view.optimizer.param_groups, view.groups(), strict=True):
@@ -205,19 +205,6 @@ class _Loading:
         if left:
             unused = _some([name for _, group in left for name in group["params"]]) or "an empty one"
             raise ShardError(f"a parameter group of the checkpoint is in no optimizer given to load: {unused}")
-
-    def _saved_groups(self) -> list[dict[str, Any]]:
-        groups: dict[int, dict[str, Any]] = {}
-        for (number, key), name in self.reader.index.under("optim", "param_groups").items():
-            packed = self.reader.read_bytes(name)
-            stored = self.reader.index.tensor(name)
-            if packed is not None:
-                groups.setdefault(number, {})[key] = contents.unpack(packed)
-            elif stored is not None:  # another tool has written an option that is a tensor by itself
-                value = torch.empty(stored.size, dtype=stored.properties.dtype)
-                self.reader.read_parts([Part(name, tuple(stored.size), 0, value.view(-1), True)])
-                groups.setdefault(number, {})[key] = value
-        return [groups[number] for number in sorted(groups)]
 
     def _check_class(self, view: OptimizerView, saved: list[dict[str, Any]]) -> None:
         classes = {each["class"] for each in saved if each["class"] is not None}

@@ -26,7 +26,7 @@ from torch import nn
 from ..config import ShardError
 from ..ema import EMA
 from ..runtime import Runtime, runtime_of
-from . import contents, files
+from . import contents, files, index
 from .contents import OptimizerView, Part
 from .files import Item
 from .plan import Turns
@@ -84,7 +84,7 @@ def _begin(path: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: An
     topology, place = runtime.topology, place_of(runtime.topology)
     views: list[OptimizerView] = []
     packed, message, error = b"", b"", None
-    folder = _Folder(path, secrets.token_hex(4))
+    folder = Folder(path, secrets.token_hex(4))
     try:
         views = contents.views(optimizer, runtime)
         packed = contents.pack("extra", extra)
@@ -102,7 +102,7 @@ def _begin(path: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: An
         told = [contents.unpack(text) for text in together(topology, "save: begin", message, error)]
         same(topology, "save", [each["about"] for each in told])
         states = [contents.merged([each["states"][index] for each in told]) for index in range(len(views))]
-        folder = _Folder(path, *told[0]["folder"])
+        folder = Folder(path, *told[0]["folder"])
         things = _gather_up(model, runtime, views, states, ema, place)
     except Exception:
         folder.discard(place)
@@ -177,7 +177,7 @@ def _gather_up(
 class Saving:
     """A save under way. `wait()` ends it, on all ranks."""
 
-    def __init__(self, runtime: Runtime, folder: _Folder, things: _Things):
+    def __init__(self, runtime: Runtime, folder: Folder, things: _Things):
         self._runtime, self._topology = weakref.ref(runtime), runtime.topology
         self._folder, self._things = folder, things
         self._place = place_of(runtime.topology)
@@ -227,10 +227,10 @@ class Saving:
 
     def _publish(self, written: list[files.Written]) -> None:
         things = self._things
-        self._folder.publish(files.index_of(written, things.tensors, things.aliases, self._folder.save_id))
+        self._folder.publish(index.index_of(written, things.tensors, things.aliases, self._folder.save_id))
 
 
-class _Folder:
+class Folder:
     """Where a save goes. Rank 0 alone makes, renames and removes anything but the ranks' own files.
 
     root: the checkpoint's folder if it exists, where the index is renamed over the old one; otherwise a hidden folder beside
@@ -253,20 +253,20 @@ class _Folder:
     def _in_use(self) -> set[str]:
         """Data folders of the checkpoint that is there; all of them if that cannot be told."""
         try:
-            index = files.read_index(self.path)
+            there = index.read_index(self.path)
         except ShardError:
-            unreadable = (self.path / files.INDEX).exists()
+            unreadable = (self.path / index.INDEX).exists()
             return {folder.name for folder in self.path.glob("data-*")} if unreadable else set()
-        return {info.relative_path.split("/")[0] for info in index.metadata.storage_data.values()}
+        return {info.relative_path.split("/")[0] for info in there.metadata.storage_data.values()}
 
     def _remove_data_except(self, keep: set[str]) -> None:
         for folder in self.path.glob("data-*"):
             if folder.name not in keep:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def publish(self, index: bytes) -> None:
+    def publish(self, content: bytes) -> None:
         files.sync_folder(self.root / self.data_folder)
-        files.replace_file(self.root / files.INDEX, index)
+        files.replace_file(self.root / index.INDEX, content)
         if self.root != self.path:
             os.rename(self.root, self.path)
             files.sync_folder(self.path.parent)
