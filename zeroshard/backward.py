@@ -9,14 +9,16 @@ settle   at the end the ranks tell each other what arrived where. Every rank the
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
+import zlib
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 
-from .config import ShardError
+from .config import DivergenceError, ShardError, settings_of
 from .entry import Entry
 from .unit import Unit
 
@@ -224,18 +226,40 @@ class Backward:
         self._issued, self.wide = 0, False
 
     def _exchange(self) -> list[tuple[int, list[list[int]]]]:
-        """Of every rank: how far it got along the chain; per unit and entry, ARRIVED and PENDING (not yet in a round)."""
-        marks = [self._issued]
+        """Of every rank: how far it got along the chain; per unit and entry, ARRIVED and PENDING (not yet in a round).
+
+        Ranks whose optimizers have other settings are found out here, before they step their shards differently.
+        """
+        settings = json.dumps([settings_of(o) for ref in self.runtime.optimizers if (o := ref()) is not None])
+        marks = [zlib.crc32(settings.encode()) & 0x7FFFFFFF, self._issued]
         for unit in self.units:
             for entry in unit.entries:
                 waits = entry.index in unit.filled
                 marks.append(ARRIVED * (entry.index in unit.arrived or waits) + PENDING * waits)
         told = []
-        for message in self.runtime.topology.exchange_all("end of backward", torch.tensor(marks, dtype=torch.int32)):
-            far, *flat = message.tolist()
+        messages = self.runtime.topology.exchange_all("end of backward", torch.tensor(marks, dtype=torch.int32))
+        if self.runtime.join is None and any(int(message[0]) != marks[0] for message in messages):
+            self._raise_settings(settings)
+        for message in messages:
+            _, far, *flat = message.tolist()
             of_entry = iter(flat)
             told.append((far, [[next(of_entry) for _ in unit.entries] for unit in self.units]))
         return told
+
+    def _raise_settings(self, settings: str) -> None:
+        told = self.runtime.topology.exchange_bytes("settings of optimizers", settings.encode())
+        first, others = told[0], [each for each in told if each[1] != told[0][1]]
+        names = [
+            f"{name}={one[name]} and {two.get(name)}"
+            for a, b in zip(json.loads(first[1]), json.loads(others[0][1]), strict=False)
+            for one, two in zip(a, b, strict=False)
+            for name in one
+            if one[name] != two.get(name)
+        ]
+        raise DivergenceError(
+            f"optimizer settings differ on ranks {first[0]} and {others[0][0]}: {', '.join(names[:4])}. Each rank would step its "
+            "own shards with its own; set them alike on all ranks"
+        )
 
     def _show(self, unit: Unit, present: list[bool]) -> None:
         if unit.arrived:

@@ -102,3 +102,11 @@ class Options:
                 if not (is_class or isinstance(unit, (nn.Module, str))):
                     raise ShardError(f"units holds {unit!r}: expected module classes, modules, or patterns on dotted names")
         return Options(Stage(stage), units, precision, reduce, prefetch)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What all ranks must have alike to step alike: the plain values of every group."""
+    kinds = (bool, int, float, str, tuple, type(None))
+    return [
+        {name: value for name, value in group.items() if isinstance(value, kinds)} for group in optimizer.param_groups
+    ]

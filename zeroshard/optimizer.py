@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from .config import ShardError
+from .config import ShardError, settings_of
 from .entry import Entry
 from .runtime import Runtime
 from .sharded import Sharded
@@ -143,7 +143,7 @@ class Stepper:
             if closure is not None:
                 raise ShardError("optimizer.step(closure) inside join: idle ranks cannot follow a closure; call step() without")
             index = [ref() for ref in self.runtime.optimizers].index(optimizer)
-            event = self.runtime.join.event("step", optimizer=index, groups=[_settings(g) for g in optimizer.param_groups])
+            event = self.runtime.join.event("step", optimizer=index, groups=settings_of(optimizer))
             self._announced.enter_context(event)
         self.drain()
         if closure is None:
@@ -224,12 +224,6 @@ class Stepper:
             unit.grad = None
         self._groups = None
         self._swapped.clear()
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What ranks without work must know of a group to step as the others do."""
-    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, tuple, type(None)))}
 
 
 def publish(units: list[Unit], runtime: Runtime) -> None:

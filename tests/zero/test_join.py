@@ -90,3 +90,16 @@ def steps_with_a_closure(rank: int, world: int) -> str:
 
 def test_closures_are_refused(ranks) -> None:
     assert ranks(2).run(steps_with_a_closure, dirty=True) == ["refused"] * 2
+
+
+def other_learning_rate(rank: int, world: int) -> str:
+    model, optimizer = zeroshard.shard(*make(), stage=1)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+    with pytest.raises(zeroshard.DivergenceError) as error:
+        loss_of(model, 0, rank, 1)[0].backward()
+    return str(error.value)
+
+
+def test_settings_that_differ_are_named_before_the_step(ranks) -> None:
+    for told in ranks(2).run(other_learning_rate, dirty=True):
+        assert "lr=0.1 and 0.2" in told and "ranks 0 and 1" in told
