@@ -257,8 +257,8 @@ class Backward:
             if one[name] != two.get(name)
         ]
         raise DivergenceError(
-            f"optimizer settings differ on ranks {first[0]} and {others[0][0]}: {', '.join(names[:4])}. Each rank would step its "
-            "own shards with its own; set them alike on all ranks"
+            f"optimizer settings differ on ranks {first[0]} and {others[0][0]}: {', '.join(names[:4])}. Each rank would step "
+            "its own shards with its own; set them alike on all ranks"
         )
 
     def _show(self, unit: Unit, present: list[bool]) -> None:
