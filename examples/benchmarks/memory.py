@@ -108,7 +108,7 @@ def plot(rows: list[dict[str, Any]], single: dict[str, Any], path: pathlib.Path)
     ax.set_xticks(range(len(rows)), [f"stage {seen['stage']}\n{seen['world']} ranks" for seen in rows])
     ax.set_ylabel("MiB per rank")
     ax.set_title("estimate (pale), ledger (peaks by category), operating system")
-    ax.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=130)
 
 

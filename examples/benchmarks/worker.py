@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch._dynamo  # torch.optim imports it at its first step: it belongs to the bare interpreter
 import torch.distributed as dist
 from torch import nn
 

@@ -38,7 +38,7 @@ def test_a_piece_lies_where_the_flat_buffer_has_it(shapes: list[tuple[int, ...]]
             piece = layout.piece(index, rank)
             held = shard[piece.shard_offset : piece.shard_offset + piece.numel]
             assert held == [(index, piece.start + k) for k in range(piece.numel)]
-            assert 0 <= piece.shard_offset and piece.shard_offset + piece.numel <= layout.shard_numel
+            assert piece.shard_offset >= 0 and piece.shard_offset + piece.numel <= layout.shard_numel
 
 
 @given(shapes, worlds, aligns)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.harness import RankPools
@@ -20,7 +21,7 @@ def linear() -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
 
 def verdicts(rank: int, item: tuple[int, str]) -> dict[str, str]:
     stage, mode = item
-    model, x, other = linear()
+    model, _, other = linear()
     value = model.weight.detach().clone()
     model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     found = {}
@@ -70,7 +71,7 @@ USES: dict[str, Any] = {
     "bilinear": lambda w, b, x: torch.linalg.multi_dot([x, w.t(), w, x.t()]).sum(),
     "half": lambda w, b, x: F.linear(x.bfloat16(), w.bfloat16()).float().sum(),
     "view": lambda w, b, x: w.view(-1).view(7, 5).sum(0).pow(2).sum(),
-    "checkpoint": lambda w, b, x: torch.utils.checkpoint.checkpoint(lambda y: F.linear(y, w, b).pow(2).sum(), x, use_reentrant=False),
+    "checkpoint": lambda w, b, x: checkpoint(lambda y: F.linear(y, w, b).pow(2).sum(), x, use_reentrant=False),
     "if": lambda w, b, x: (w * 2).sum() if w.sum() > -1e9 else w.sum(),
     "autograd.grad": lambda w, b, x: (w * torch.autograd.grad(F.linear(x, w).pow(2).sum(), w)[0].detach()).sum(),
 }
@@ -159,7 +160,7 @@ def test_freezing_and_unfreezing(ranks: RankPools) -> None:
 
 
 def assigned(rank: int, world: int) -> list[str]:
-    model, x, other = linear()
+    model, _, other = linear()
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=3)
     start = zeroshard.full_state_dict(model)["weight"]
     wrong = []
