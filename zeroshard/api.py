@@ -128,7 +128,12 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
             if values.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(values)
     ledger = Ledger()
+    on_meta = [m for m in model.modules() if isinstance(m, nn.RNNBase) and any(p.is_meta for p in m.parameters())]
+    for recurrent in on_meta:
+        recurrent._flat_weight_refs = []  # weak references would forbid to exchange what is behind a parameter
     units = [Unit(plan, index, topology, options, device, ledger) for index, plan in enumerate(plans)]
+    for recurrent in on_meta:
+        recurrent._init_flat_weights()
     scopes: list[Scope] = []
     homes: list[nn.Module] = []
     all_alias = all(unit.alias for unit in units)

@@ -90,7 +90,8 @@ class Backward:
             unit.finish_reduce(set(), self.runtime.topology.ranks)
         self._in_flight.clear()
         for unit in self.units:
-            unit.local, unit.filled, unit.arrived, unit.rounds, unit.grad = None, set(), set(), 0, None
+            unit.local, unit.rounds, unit.grad = None, 0, None
+            unit.filled, unit.arrived, unit.reduced = set(), set(), set()
             for entry in unit.entries:
                 entry.stashed = None
         self.runtime.backward_ended()
@@ -204,46 +205,46 @@ class Backward:
             self.settle()
 
     def settle(self) -> None:
-        """Reduces on every rank what arrived on any, then shows the gradients. Collective."""
-        told = self._exchange()
-        issued = max(far for far, _ in told)
-        while self._issued < issued:
+        """Reduces on every rank what arrived on any, then shows the gradients. Collective.
+
+        The rest of the chain goes first, as zeros where nothing arrived: another rank may wait for it in mid-backward.
+        """
+        while self._issued < len(self.chain):
             self._issue(self.chain[self._issued])
             self._issued += 1
-        place = {unit.index: place for place, unit in enumerate(self.chain)}
+        told = self._exchange()
         for unit in reversed(self.units):
-            at = place.get(unit.index, len(self.chain))
-            if any(any(mark & PENDING for mark in marks[unit.index]) and (at >= issued or at < far) for far, marks in told):
+            if any(mark & PENDING for marks in told for mark in marks[unit.index]):
                 self._issue(unit)
         while self._in_flight:
             self._finish(self._in_flight.pop(0))
-        present = {
-            unit.index: [any(m) for m in zip(*(marks[unit.index] for _, marks in told), strict=True)] for unit in self.units
-        }
+        chain: list[Unit] = []
         for unit in self.units:
-            self._show(unit, present[unit.index])
-        self.chain = [unit for unit in reversed(self.units) if any(present[unit.index])] or self.chain
+            present = [any(marks) for marks in zip(*(marks[unit.index] for marks in told), strict=True)]
+            self._show(unit, present)
+            if any(present):
+                chain.insert(0, unit)
+        self.chain = chain or self.chain
         self._issued, self.wide = 0, False
 
-    def _exchange(self) -> list[tuple[int, list[list[int]]]]:
-        """Of every rank: how far it got along the chain; per unit and entry, ARRIVED and PENDING (not yet in a round).
+    def _exchange(self) -> list[list[list[int]]]:
+        """Of every rank, per unit and entry: ARRIVED, and PENDING where it has not been in a round yet.
 
         Ranks whose optimizers have other settings are found out here, before they step their shards differently.
         """
         settings = json.dumps([settings_of(o) for ref in self.runtime.optimizers if (o := ref()) is not None])
-        marks = [zlib.crc32(settings.encode()) & 0x7FFFFFFF, self._issued]
+        marks = [zlib.crc32(settings.encode()) & 0x7FFFFFFF]
         for unit in self.units:
             for entry in unit.entries:
                 waits = entry.index in unit.filled
-                marks.append(ARRIVED * (entry.index in unit.arrived or waits) + PENDING * waits)
-        told = []
+                marks.append(ARRIVED * (waits or entry.index in unit.reduced) + PENDING * waits)
         messages = self.runtime.topology.exchange_all("end of backward", torch.tensor(marks, dtype=torch.int32))
         if self.runtime.join is None and any(int(message[0]) != marks[0] for message in messages):
             self._raise_settings(settings)
+        told = []
         for message in messages:
-            _, far, *flat = message.tolist()
-            of_entry = iter(flat)
-            told.append((far, [[next(of_entry) for _ in unit.entries] for unit in self.units]))
+            of_entry = iter(message.tolist()[1:])
+            told.append([[next(of_entry) for _ in unit.entries] for unit in self.units])
         return told
 
     def _raise_settings(self, settings: str) -> None:
@@ -270,7 +271,7 @@ class Backward:
             elif entry.stashed is not None:
                 entry.show(entry.stashed)
             entry.stashed = entry.local_view = None
-        unit.arrived, unit.rounds, unit.grad = set(), 0, None
+        unit.arrived, unit.reduced, unit.rounds, unit.grad = set(), set(), 0, None
 
     def _show_local(self) -> None:
         for unit in self.units:

@@ -25,7 +25,7 @@ class Gradients:
     """The gradient side of a Unit, which gives the attributes declared here.
 
     filled: entries that have a gradient in local. arrived: those that got one in the running backward. expected: those whose
-    arrival makes the unit complete. rounds: reductions in the running backward.
+    arrival makes the unit complete. reduced: those in a round of the running backward. rounds: how many there were.
     """
 
     layout: FlatLayout
@@ -44,6 +44,7 @@ class Gradients:
         self.local: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.filled: set[int] = set()
+        self.reduced: set[int] = set()
         self.arrived: set[int] = set()
         self.expected, self.rounds = expected, 0
         self.reducing: Pending | None = None
@@ -100,6 +101,7 @@ class Gradients:
                 end = entry.slot.offset + entry.slot.numel if entry.index in self.filled else entry.slot.offset
             local[end:].zero_()
         local = local.to(dtype)
+        self.reduced |= self.filled
         self.local, self.filled = None, set()
         self.ledger.hold("reducing", local, beside=local.nbytes - local.nbytes // self.topology.shard.size)
         self.reducing = self.topology.shard.reduce_scatter(self.reduce_label, local, self.reduce_dtype)

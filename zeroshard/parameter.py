@@ -96,7 +96,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func(*tree_map(_value, args), **tree_map(_value, kwargs)) is None:
             return None
         return kwargs["out"] if "out" in kwargs else target[0]
-    if not tracked and (name in _PIECEWISE or name.startswith("_foreach_")):
+    mixed = any(isinstance(x, torch.Tensor) and x.dim() and not isinstance(x, (ShardedParameter, Sharded)) for x in leaves)
+    if not tracked and not mixed and (name in _PIECEWISE or name.startswith("_foreach_")):
         return func(*tree_map(_value, args), **tree_map(_value, kwargs))
     result = entry_of(params[0]).call_with_whole(func, args, kwargs)
     if not tracked and name in ops.VIEW_NAMES:

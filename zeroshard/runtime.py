@@ -80,7 +80,7 @@ class Runtime:
         self.unpublished: Any = None  # a save in the background that nobody has waited for
         self.backward = Backward(self)
         self._depth = 0
-        self._pushed: list[bool] = []
+        self._entered: list[tuple[Scope, bool]] = []
         self._open: dict[int, set[saved.Use]] = {unit.index: set() for unit in units}
         for unit in units:
             unit.runtime = weakref.ref(self)
@@ -103,16 +103,18 @@ class Runtime:
         self.backward.forward_starts()
         if self._depth == 0:
             self.schedule.begin(self._phase)
-        self._depth += 1
         self.need(scope.units, scope.index, self._phase)
+        self._depth += 1
         for unit in scope.units:
             unit.expose()
             if unit.releases and torch.is_grad_enabled():
                 unit.use = saved.Use(unit, scope.index, weakref.ref(self))
-        self._pushed.append(any(unit.releases for unit in scope.units) and saved.push(self))
+        self._entered.append((scope, any(unit.releases for unit in scope.units) and saved.push(self)))
 
     def after_forward(self, scope: Scope) -> None:
-        if self._pushed.pop():
+        if not self._entered or self._entered[-1][0] is not scope:
+            return  # before_forward raised: this call never began
+        if self._entered.pop()[1]:
             saved.pop()
         self._depth -= 1
         for unit in scope.units:
