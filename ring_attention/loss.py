@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ring_attention import comm
 from ring_attention.comm import Call, Team
-from ring_attention.errors import UsageError
 
 CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 1 << 21  # logits of one chunk, so that a small vocabulary does not mean one big chunk
@@ -24,11 +23,10 @@ CHUNK_LOGITS = 1 << 21  # logits of one chunk, so that a small vocabulary does n
 
 def cross_entropy(logits: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None) -> Tensor:
     """Cross entropy of logits [..., V] and labels [...], a scalar in fp32 (fp64 for fp64)."""
-    _check(logits.shape[:-1], labels, "logits")
+    _agree("cross_entropy", "logits", logits.shape[:-1], labels, teams, tokens)
     flat = logits.flatten(0, -2)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
-    _agree("cross_entropy", labels, teams, tokens)
     return _mean(total, labels, teams, ignore_index, tokens)
 
 
@@ -41,9 +39,8 @@ def linear_cross_entropy(
     hidden [..., E], weight [V, E], bias [V]. The chunk's logits and their gradients are made in forward, which leaves
     dhidden, dweight and dbias to be scaled in backward (as in Liger, arXiv 2410.10989).
     """
-    _check(hidden.shape[:-1], labels, "hidden")
     size = chunk_tokens or max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // max(1, weight.shape[0])))
-    most = _agree("linear_cross_entropy", labels, teams, tokens)
+    most = _agree("linear_cross_entropy", "hidden", hidden.shape[:-1], labels, teams, tokens)
     num_chunks = max(1, -(-most // size))  # the same on every rank, though their shares differ
     total = ChunkedLoss.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), ignore_index, num_chunks)
     return _mean(total, labels, teams, ignore_index, tokens)
@@ -57,10 +54,16 @@ def num_tokens(labels: Tensor, teams: list[Team], ignore_index: int) -> Tensor:
     return count
 
 
-def _agree(name: str, labels: Tensor, teams: list[Team], tokens: Tensor | int | None) -> int:
-    """The largest number of tokens that a rank has."""
+def _agree(name: str, what: str, shape: torch.Size, labels: Tensor, teams: list[Team], tokens: Tensor | int | None) -> int:
+    """The largest number of tokens that a rank has. `shape`: that of the tokens behind `what`."""
+    problem = None
+    if labels.shape != shape:
+        problem = (
+            f"{what} are for tokens {list(shape)}, labels are {list(labels.shape)}; pass this rank's shift_labels, "
+            "which are not shifted again"
+        )
     told = {"call": name, "tokens given": str(tokens is not None)}
-    return max(lengths[0] for lengths in comm.agree(teams, Call(told, (labels.numel(), 0))).lengths)
+    return max(lengths[0] for lengths in comm.agree(teams, Call(told, (labels.numel(), 0), problem)).lengths)
 
 
 def _mean(total: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None) -> Tensor:
@@ -87,14 +90,6 @@ class Shared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (factor,) = ctx.saved_tensors
         return grad * factor, None, None
-
-
-def _check(shape: torch.Size, labels: Tensor, name: str) -> None:
-    if labels.shape != shape:
-        raise UsageError(
-            f"{name} are for tokens {list(shape)}, labels are {list(labels.shape)}; pass this rank's shift_labels, "
-            "which are not shifted again"
-        )
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""`shard` wires everything; the other calls of the public interface that need no file of their own."""
+"""`shard` wires everything: units, runtime, hooks, optimizers."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ def _agree(plans: list[UnitPlan], options: Options, topology: comm.Topology, gua
     here = {
         "stage": int(options.stage),
         "reduce": options.reduce,
+        "prefetch": options.prefetch,
         "precision": str(options.precision),
         "parameters": [
-            [names[0], list(param.shape), str(param.dtype), plan.name]
+            [names[0], list(param.shape), str(param.dtype), "trainable" if param.requires_grad else "frozen", plan.name]
             for plan in plans
             for param, names in zip(plan.params, plan.names, strict=True)
         ],

@@ -9,15 +9,16 @@ settle   at the end the ranks tell each other what arrived where. Every rank the
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import weakref
-import zlib
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .comm import tag_of
 from .config import DivergenceError, ShardError, settings_of
 from .entry import Entry
 from .unit import Unit
@@ -233,7 +234,7 @@ class Backward:
         Ranks whose optimizers have other settings are found out here, before they step their shards differently.
         """
         settings = json.dumps([settings_of(o) for ref in self.runtime.optimizers if (o := ref()) is not None])
-        marks = [zlib.crc32(settings.encode()) & 0x7FFFFFFF]
+        marks = [tag_of(settings)]
         for unit in self.units:
             for entry in unit.entries:
                 waits = entry.index in unit.filled
@@ -249,16 +250,18 @@ class Backward:
 
     def _raise_settings(self, settings: str) -> None:
         told = self.runtime.topology.exchange_bytes("settings of optimizers", settings.encode())
-        first, others = told[0], [each for each in told if each[1] != told[0][1]]
+        first = told[0]
+        other = next(each for each in told if each[1] != first[1])
+        nothing: Any = {}
         names = [
-            f"{name}={one[name]} and {two.get(name)}"
-            for a, b in zip(json.loads(first[1]), json.loads(others[0][1]), strict=False)
-            for one, two in zip(a, b, strict=False)
-            for name in one
-            if one[name] != two.get(name)
+            f"{name}={one.get(name)} and {two.get(name)}"
+            for a, b in itertools.zip_longest(json.loads(first[1]), json.loads(other[1]), fillvalue=nothing)
+            for one, two in itertools.zip_longest(a, b, fillvalue=nothing)
+            for name in {**one, **two}
+            if one.get(name) != two.get(name)
         ]
         raise DivergenceError(
-            f"optimizer settings differ on ranks {first[0]} and {others[0][0]}: {', '.join(names[:4])}. Each rank would step "
+            f"optimizer settings differ on ranks {first[0]} and {other[0]}: {', '.join(names[:4])}. Each rank would step "
             "its own shards with its own; set them alike on all ranks"
         )
 

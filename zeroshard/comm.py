@@ -63,10 +63,6 @@ class Pending:
         self._finish: Callable[[], Any] | None = finish
         channel.watch.posted(self)
 
-    @property
-    def done(self) -> bool:
-        return self._finish is None
-
     def wait(self) -> Any:
         if self._finish is None:
             raise ShardError(f"{self.label}: waited for twice")

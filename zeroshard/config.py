@@ -24,7 +24,7 @@ class StallError(ShardError):
 
 
 class Stage(enum.IntEnum):
-    """What is cut over the ranks. Two booleans follow from it; no other code compares stage numbers."""
+    """What is cut over the ranks. Three booleans follow from it; no other code compares stage numbers."""
 
     REPLICATE = 0
     OPTIMIZER = 1

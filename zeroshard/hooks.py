@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from .config import ShardError
 from .entry import Entry
 from .runtime import Runtime, Scope
 
@@ -31,12 +30,6 @@ class ScopeHook:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.runtime.after_forward(self.scope)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardError(
-            "copy.deepcopy of a sharded model. For an average of the weights use zeroshard.EMA(model, decay); for a copy, load "
-            "zeroshard.full_state_dict(model) into an unsharded model"
-        )
 
 
 class Cast:

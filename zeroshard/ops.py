@@ -102,7 +102,7 @@ Combine = Callable[[torch.Tensor], torch.Tensor]
 Local = Callable[[torch.Tensor, int], tuple[torch.Tensor, Combine, torch.dtype]]
 
 
-def _argument(func: Any, args: Any, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
+def argument(func: Any, args: Any, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[index] if index < len(args) else kwargs.get(name, default)
@@ -110,18 +110,18 @@ def _argument(func: Any, args: Any, kwargs: dict[str, Any], name: str, default: 
 
 
 def _covers_all(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    dims = _argument(func, args, kwargs, "dim")
+    dims = argument(func, args, kwargs, "dim")
     dims = [dims] if isinstance(dims, int) else dims
     whole = dims is None or not list(dims) or len({d % max(args[0].dim(), 1) for d in dims}) == args[0].dim()
-    return whole and not _argument(func, args, kwargs, "keepdim", False)
+    return whole and not argument(func, args, kwargs, "keepdim", False)
 
 
 def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Local | None:
-    order = _argument(func, args, kwargs, "ord", _argument(func, args, kwargs, "p", 2))
+    order = argument(func, args, kwargs, "ord", argument(func, args, kwargs, "p", 2))
     order = float(2 if order is None else order)
     if not _covers_all(func, args, kwargs) or order == float("-inf") or order < 0:
         return None
-    dtype = _argument(func, args, kwargs, "dtype")
+    dtype = argument(func, args, kwargs, "dtype")
 
     def local(piece: torch.Tensor, _: int) -> tuple[torch.Tensor, Combine, torch.dtype]:
         answer = dtype or piece.dtype
@@ -139,14 +139,14 @@ def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Local | None:
 def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Local | None:
     if not _covers_all(func, args, kwargs):
         return None
-    dtype = _argument(func, args, kwargs, "dtype")
+    dtype = argument(func, args, kwargs, "dtype")
     return lambda piece, _: (piece.double().sum(), torch.sum, dtype or _sum_dtype(piece))
 
 
 def _mean(func: Any, args: Any, kwargs: dict[str, Any]) -> Local | None:
     if not _covers_all(func, args, kwargs):
         return None
-    dtype = _argument(func, args, kwargs, "dtype")
+    dtype = argument(func, args, kwargs, "dtype")
     return lambda piece, numel: (piece.double().sum() / numel, torch.sum, dtype or piece.dtype)
 
 

@@ -48,6 +48,9 @@ REFUSED = {
     optim.SparseAdam: "it needs sparse gradients, which are made dense when they are reduced; use Adam",
 }
 
+# State that is one number for a parameter; tells it from state shaped like a 0-dim parameter.
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+
 
 class Stepper:
     """One optimizer of a runtime. Owned by the optimizer's hooks; knows the optimizer weakly."""
@@ -87,12 +90,11 @@ class Stepper:
 
     def _cut_state(self, entry: Entry, state: dict[str, Any]) -> None:
         """State of steps made before sharding: whole tensors become this rank's part."""
-        for name, value in list(state.items()):
-            if name == "step" or not isinstance(value, torch.Tensor) or value.shape != entry.param.shape:
-                continue
-            if self.owners is None:
-                state[name] = entry.spec.cut(value).clone()
-        if self.owners is not None and not self.owners.owns(entry):
+        if self.owners is None:
+            for name, value in state.items():
+                if name not in SCALARS and isinstance(value, torch.Tensor) and value.shape == entry.param.shape:
+                    state[name] = entry.spec.cut(value).clone()
+        elif not self.owners.owns(entry):
             state.clear()
 
     # ---- state_dict and load_state_dict
@@ -113,7 +115,7 @@ class Stepper:
 
     @staticmethod
     def _shown(entry: Entry | None, name: str, value: Any) -> Any:
-        part = isinstance(value, torch.Tensor) and value.dim() == 1 and name != "step"
+        part = isinstance(value, torch.Tensor) and value.dim() == 1 and name not in SCALARS
         return Sharded(value, entry.spec) if entry is not None and part and value.numel() == entry.numel else value
 
     def take_state(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .sharded import Sharded
 
 
 class Entry(Protocol):
-    """What the engine keeps for a parameter (unit.py)."""
+    """What the engine keeps for a parameter (entry.py)."""
 
     name: str
 

@@ -249,8 +249,8 @@ def reduction(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def foreach_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return [torch.linalg.vector_norm(tensor, order) for tensor in args[0]]
+    order, dtype = ops.argument(func, args, kwargs, "ord", 2), ops.argument(func, args, kwargs, "dtype")
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in args[0]]
 
 
 def finite_check(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 
 from .memory.ledger import Bytes, storage_bytes
-from .reading import runtime_of
+from .runtime import runtime_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,6 @@ _MOVES = {
     (State.GATHERING, State.FULL),
     (State.FULL, State.GATHERING),
     (State.FULL, State.SHARDED),
-    (State.SHARDED, State.FULL),
 }
 
 
@@ -189,8 +188,6 @@ class Unit(Gradients):
             torch.autograd.graph.increment_version([entry.param for entry in self.entries])
         else:
             self.stale = True
-            if self.state is State.SHARDED:
-                self._move(State.FULL)
             self.gather()
 
     def release(self) -> None:

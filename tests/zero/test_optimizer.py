@@ -305,3 +305,32 @@ def late_group(rank: int, item: int) -> str:
 def test_add_param_group(ranks: RankPools) -> None:
     for of_ranks in collect(ranks(2), late_group, [1, 3]):
         assert of_ranks == ["", ""]
+
+
+def sharded_after_a_step(rank: int, world: int, kind: type[torch.optim.Optimizer]) -> None:
+    """State that is one number, beside a 0-dim parameter whose state has the same shape."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0)), "weight": nn.Parameter(torch.randn(3, 5))})
+        return model, kind(model.parameters(), lr=1e-2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (model["weight"].pow(2).sum() * model["scale"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    step(plain, plain_optimizer)
+    step(model, optimizer)
+    zeroshard.shard(model, optimizer, stage=2)
+    for _ in range(2):
+        step(plain, plain_optimizer)
+        step(model, optimizer)
+    assert_equal(zeroshard.full_state_dict(model), dict(plain.state_dict()), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+def test_numbers_in_the_state_are_not_cut(ranks, kind: type[torch.optim.Optimizer]) -> None:
+    ranks(2).run(sharded_after_a_step, kind)

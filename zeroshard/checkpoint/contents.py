@@ -23,7 +23,7 @@ from torch import nn, optim
 from ..config import ShardError
 from ..ema import EMA
 from ..entry import Entry
-from ..optimizer import Stepper
+from ..optimizer import SCALARS, Stepper
 from ..partition import clean
 from ..runtime import Runtime
 
@@ -35,8 +35,6 @@ except ImportError:  # torch works without it
 
 CONTENTS, EXTRA = "zeroshard.contents", "zeroshard.extra"
 
-# Optimizer state that is one number for a parameter; tells it from state shaped like a 0-dim parameter.
-SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 @dataclasses.dataclass(frozen=True)

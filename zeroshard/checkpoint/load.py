@@ -20,7 +20,7 @@ from ..comm import Topology
 from ..config import ShardError
 from ..ema import EMA
 from ..entry import Entry
-from ..optimizer import publish
+from ..optimizer import SCALARS, publish
 from ..partition import clean
 from ..runtime import Runtime, runtime_of
 from . import contents, files
@@ -292,7 +292,7 @@ def _of_another_tool(reader: Reader, runtime: Runtime) -> dict[str, Any]:
     for (parameter, key), name in reader.index.under("optim", "state").items():
         stored, packed = reader.index.tensor(name), reader.read_bytes(name)
         if stored is not None:
-            like = tuple(stored.size) == shapes.get(parameter) and (len(stored.size) > 0 or key not in contents.SCALARS)
+            like = tuple(stored.size) == shapes.get(parameter) and (len(stored.size) > 0 or key not in SCALARS)
             state.setdefault(parameter, {})[key] = {"like": like}
         elif packed is not None:
             state.setdefault(parameter, {})[key] = {"value": contents.unpack(packed)}
