@@ -74,8 +74,8 @@ class Packer:
         if self.outside is not None:
             return Foreign(self.outside[1], self.outside[0](tensor))
         unit = self.runtime.unit_of_storage.get(tensor.untyped_storage()._cdata)
-        if unit is None or tensor.dtype != unit.compute or unit.use is None:
-            return tensor
+        if unit is None or tensor.dtype != unit.compute or unit.use is None or tensor.is_conj() or tensor.is_neg():
+            return tensor  # a conjugate is a view that its place does not tell: it stays, and keeps its buffer
         return Ref(tensor, unit.use)
 
     def unpack(self, packed: Any) -> torch.Tensor:
