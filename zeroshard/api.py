@@ -71,6 +71,12 @@ def _optimizers(model: nn.Module, optimizer: Any) -> list[optim.Optimizer]:
     for each in optimizers:
         if not isinstance(each, optim.Optimizer):
             raise ShardError(f"optimizer is a {type(each).__name__}: expected a torch.optim.Optimizer, a list of them, or None")
+        held = [id(param) for group in each.param_groups for param in group["params"]]
+        if held and not {id(param) for param in model.parameters()}.intersection(held):
+            raise ShardError(
+                f"optimizer ({type(each).__name__}) holds {len(held)} parameters, none of which is in this model: make it from "
+                "model.parameters() of the model that is sharded"
+            )
     return optimizers
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .config import ShardError
+from .config import ShardError, launched_ranks
 
 ProcessGroup = dist.ProcessGroup
 
@@ -313,6 +313,11 @@ def topology(mesh: Any, watch: Watch | None = None, device: torch.device | None 
         return Topology(Channel(shard, watch, device), Channel(replicate, watch, device))
 
     if mesh is None:
+        if not dist.is_initialized() and launched_ranks() > 1:
+            raise ShardError(
+                f"{launched_ranks()} ranks were launched, but there is no process group: each would train alone. Call "
+                "torch.distributed.init_process_group() before zeroshard.shard"
+            )
         return along(dist.group.WORLD if dist.is_initialized() else None)
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,11 @@ class Options:
                 if not (is_class or isinstance(unit, (nn.Module, str))):
                     raise ShardError(f"units holds {unit!r}: expected module classes, modules, or patterns on dotted names")
         return Options(Stage(stage), units, precision, reduce, prefetch)
+
+
+def launched_ranks() -> int:
+    """How many ranks torchrun or accelerate has started, by the environment; 1 without them."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. `--help` lists all options.")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
@@ -80,19 +80,19 @@ def parser() -> argparse.ArgumentParser:
     split = p.add_argument_group("memory and ranks")
     split.add_argument("--stage", type=int, choices=range(4), default=3, help="0 replicate, 1 shard optimizer state, "
                        "2 and gradients, 3 and parameters")
-    split.add_argument("--seq-len", type=_positive, default=2048, help="tokens in a sequence, over all its ranks")
-    split.add_argument("--context-parallel-size", type=_positive, help="ranks that share a sequence; default: the "
+    split.add_argument("--seq-len", type=positive, default=2048, help="tokens in a sequence, over all its ranks")
+    split.add_argument("--context-parallel-size", type=positive, help="ranks that share a sequence; default: the "
                        "YAML's parallelism_config_cp_size. The other ranks take other sequences")
     split.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of weights and activations "
                        "in use; masters, gradients and optimizer state are fp32")
     split.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
-    split.add_argument("--max-position-embeddings", type=_positive, help="positions of the model; beyond what it was "
+    split.add_argument("--max-position-embeddings", type=positive, help="positions of the model; beyond what it was "
                        "trained with, its rotary embedding is scaled (YaRN)")
 
     run = p.add_argument_group("training")
-    run.add_argument("--steps", type=_positive, default=24, help="optimizer steps")
-    run.add_argument("--batch-size", type=_positive, default=1, help="sequences per replica and micro-batch")
-    run.add_argument("--gradient-accumulation-steps", type=_positive, default=1, help="micro-batches per step")
+    run.add_argument("--steps", type=positive, default=24, help="optimizer steps")
+    run.add_argument("--batch-size", type=positive, default=1, help="sequences per replica and micro-batch")
+    run.add_argument("--gradient-accumulation-steps", type=positive, default=1, help="micro-batches per step")
     run.add_argument("--lr", type=_not_negative(float), default=1e-4, help="learning rate at the first step")
     run.add_argument("--min-lr", type=_not_negative(float), default=1e-5, help="cosine decay to it")
     run.add_argument("--max-grad-norm", type=_not_negative(float), default=1.0, help="gradient clipping; 0 for none")

@@ -253,3 +253,21 @@ def test_replicas_of_shards_on_four_ranks(ranks: RankPools) -> None:
                 assert_equal(got, want, rtol=1e-11, atol=1e-13)
             except AssertionError as error:
                 raise AssertionError(f"{item}:\n{error}") from None
+
+
+def forgotten_group() -> str:
+    """What a rank of torchrun sees that shards before it has made a process group."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(zeroshard.ShardError) as error:
+        patch.setenv("WORLD_SIZE", "2")
+        zeroshard.shard(nn.Linear(2, 2), None)
+    return str(error.value)
+
+
+def test_ranks_without_a_process_group_are_told() -> None:
+    assert "init_process_group" in forgotten_group()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(zeroshard.ShardError, match="optimizer"):
+        zeroshard.shard(model, torch.optim.SGD(other.parameters(), lr=0.1))
