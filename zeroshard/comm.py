@@ -37,7 +37,7 @@ class Watch(Protocol):
 
     def finished(self, pending: Pending) -> None: ...
 
-    def failed(self, pending: Pending, peer: int, error: Exception) -> Exception: ...
+    def failed(self, label: str, peer: int, error: Exception) -> Exception: ...
 
 
 def tag_of(label: str) -> int:
@@ -55,7 +55,7 @@ class Pending:
         label: str,
         channel: Channel,
         receives: Sequence[tuple[int, Any, int]],
-        sends: Sequence[Any],
+        sends: Sequence[tuple[int, Any]],
         finish: Callable[[], Any],
     ):
         self.label, self.channel = label, channel
@@ -74,13 +74,16 @@ class Pending:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    raise watch.failed(self, peer, error) from error
+                    raise watch.failed(self.label, peer, error) from error
                 self.receives.pop(0)
         finally:
             finish, self._finish = self._finish, None
             watch.finished(self)
-        for work in self.sends:
-            work.wait()
+        for peer, work in self.sends:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise watch.failed(self.label, peer, error) from error
         self.sends.clear()
         return finish()
 
@@ -95,15 +98,16 @@ class Messages:
         self, label: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], finish: Callable[[], Any]
     ) -> Pending:
         """`sends` and `receives` map a rank of the channel to a contiguous tensor."""
-        channel, tag = self.channel, tag_of(label)
-        group = channel.group
-        got = [
-            (channel.ranks[peer], group.recv([buffer], peer, tag), buffer.nbytes)
-            for peer, buffer in receives.items()
-            if buffer.numel()
-        ]
-        sent = [group.send([buffer], peer, tag) for peer, buffer in sends.items() if buffer.numel()]
-        return Pending(label, channel, got, sent, finish)
+        ranks, group, tag = self.channel.ranks, self.channel.group, tag_of(label)
+        got = [(ranks[p], self._post(label, p, group.recv, b, tag), b.nbytes) for p, b in receives.items() if b.numel()]
+        sent = [(ranks[p], self._post(label, p, group.send, b, tag)) for p, b in sends.items() if b.numel()]
+        return Pending(label, self.channel, got, sent, finish)
+
+    def _post(self, label: str, peer: int, call: Any, buffer: torch.Tensor, tag: int) -> Any:
+        try:
+            return call([buffer], peer, tag)
+        except RuntimeError as error:  # the connection is known to be gone
+            raise self.channel.watch.failed(label, self.channel.ranks[peer], error) from error
 
     def gather(self, label: str, full: torch.Tensor) -> Pending:
         channel = self.channel
@@ -188,7 +192,7 @@ class Alone:
 
     def finished(self, pending: Pending) -> None: ...
 
-    def failed(self, pending: Pending, peer: int, error: Exception) -> Exception:
+    def failed(self, label: str, peer: int, error: Exception) -> Exception:
         return error
 
 

@@ -9,6 +9,7 @@ While all goes well this costs two clock readings a wait.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -70,17 +71,26 @@ class Guard:
             self.verdict = self.verdict or self._read("verdict")  # what woke us may have been another rank's guard
         self._raise_verdict()
 
-    def failed(self, pending: comm.Pending, peer: int, error: Exception) -> Exception:
-        """The transport gave up on `peer`: it is gone, too slow, or has already raised the verdict of a divergence."""
+    def failed(self, label: str, peer: int, error: Exception) -> Exception:
+        """The transport gave up on `peer`: it is gone, too slow, or has already raised the verdict of a divergence.
+
+        A rank that gave up is soon gone itself: what the first one said counts for all who wait for it.
+        """
         self.verdict = self.verdict or self._read("verdict")
         self._raise_verdict()
+        first = self._read(f"gave up/{peer}")
+        if first:
+            return StallError(first)
         seen = self._last_seen.get(peer)
         waited = f"; it was waiting in {seen!r}" if seen else ""
-        who = f"rank {peer}" if peer != self.rank else f"one of ranks {pending.channel.ranks}"
-        return StallError(
-            f"{who} did not arrive at {pending.label!r} (rank {self.rank} waited for it there){waited}. It is dead, "
-            f"stuck, or slower than the group's timeout allows: {_first_line(error)}"
+        who = f"rank {peer}" if peer != self.rank else f"one of ranks {self.members}"
+        text = (
+            f"{who} did not arrive at {label!r} (rank {self.rank} waited for it there){waited}. It is dead, stuck, or slower "
+            f"than the group's timeout allows: {_first_line(error)}"
         )
+        with contextlib.suppress(Exception):  # the store may be gone with its host
+            self.store.set(f"{self.prefix}/gave up/{self.rank}", text)
+        return StallError(text)
 
     def _raise_verdict(self) -> None:
         """The others may still wait for this rank: somebody goes on answering them, though the model may be gone."""

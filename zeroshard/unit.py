@@ -177,7 +177,11 @@ class Unit(Gradients):
     def finish_gather(self) -> None:
         assert self._gathering is not None
         pending, self._gathering = self._gathering, None
-        pending.wait()
+        try:
+            pending.wait()
+        except BaseException:  # what has arrived is not whole: the next use gathers anew
+            self.state, self.stale = (State.SHARDED if self.releases else State.FULL), True
+            raise
         self._move(State.FULL)
 
     def publish(self) -> None:
