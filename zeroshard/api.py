@@ -62,7 +62,6 @@ def shard(
     runtime = _build(model, plans, options, topology, guard)
     for each in optimizers:
         Stepper(each, runtime)
-    runtime.has_optimizer = bool(optimizers)
     return model, optimizer
 
 

@@ -103,7 +103,7 @@ class Backward:
         """Autograd is about to add a gradient to the parameter: it must find none."""
         unit = entry.unit
         self.entered()
-        if not self.runtime.has_optimizer:
+        if not self.runtime.optimizers:
             raise ShardError(
                 f"a gradient reached {entry.name}, but shard() was given no optimizer. Pass it: shard(model, optimizer, ...), "
                 "or freeze a model for inference with model.requires_grad_(False)"

@@ -36,7 +36,6 @@ class Gradients:
     compute: torch.dtype
     reduce_dtype: torch.dtype
     held_numel: int
-    release_grads: bool
     mean: bool
     reduce_label: str
 
@@ -64,23 +63,24 @@ class Gradients:
 
     def arrive(self, entry: Entry, grad: torch.Tensor, keep: bool) -> None:
         """Puts a gradient of this rank into local. `keep`: it will stay there beyond this backward."""
-        if self.local is None:
-            dtype = self.dtype if keep else grad.dtype
-            self.local, self.filled = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device), set()
-            self.ledger.hold("gradients" if keep and not self.release_grads else "reducing", self.local)
-        place = entry.view_of(self.local)
+        local = self._open_local(self.dtype, "gradients") if keep else self._open_local(grad.dtype, "reducing")
+        place = entry.view_of(local)
         if entry.index in self.filled:
             place.add_(grad)
         else:
             place.copy_(grad)
             self.filled.add(entry.index)
 
+    def _open_local(self, dtype: torch.dtype, category: str) -> torch.Tensor:
+        """The buffer that is there, or a new empty one."""
+        if self.local is None:
+            self.local, self.filled = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device), set()
+            self.ledger.hold(category, self.local)
+        return self.local
+
     def fold(self, entry: Entry) -> None:
         """The reduced gradient goes back among the local ones, weighted so that the next reduction gives it again."""
-        if self.local is None:
-            self.local, self.filled = torch.empty(self.layout.numel, dtype=self.dtype, device=self.shard.device), set()
-            self.ledger.hold("gradients", self.local)
-        place = entry.view_of(self.local)
+        place = entry.view_of(self._open_local(self.dtype, "gradients"))
         if entry.index not in self.filled:
             place.zero_()
             self.filled.add(entry.index)

@@ -75,7 +75,6 @@ class Runtime:
         self.unit_of_storage: dict[int, Unit] = {}
         self.entry_of: dict[int, Entry] = {id(entry.param): entry for unit in units for entry in unit.entries}
         self.scope_of_unit = {unit.index: scope.index for scope in scopes for unit in scope.units}
-        self.has_optimizer = False
         self.join: Join | None = None
         self.unpublished: Any = None  # a save in the background that nobody has waited for
         self.backward = Backward(self)
@@ -107,9 +106,13 @@ class Runtime:
         self._depth += 1
         for unit in scope.units:
             unit.expose()
-            if unit.releases and torch.is_grad_enabled():
-                unit.use = saved.Use(unit, scope.index, weakref.ref(self))
+            self._begin_use(unit, scope.index)
         self._entered.append((scope, any(unit.releases for unit in scope.units) and saved.push(self)))
+
+    def _begin_use(self, unit: Unit, scope: int) -> None:
+        """What autograd saves of the unit from here on belongs to one use."""
+        if unit.releases and torch.is_grad_enabled():
+            unit.use = saved.Use(unit, scope, weakref.ref(self))
 
     def after_forward(self, scope: Scope) -> None:
         if not self._entered or self._entered[-1][0] is not scope:
@@ -154,8 +157,7 @@ class Runtime:
         chosen = [units[index] for index in sorted(units)]
         with self.using(chosen):
             for each in chosen:
-                if each.releases and torch.is_grad_enabled():
-                    each.use = saved.Use(each, self.scope_of_unit.get(each.index, -1), weakref.ref(self))
+                self._begin_use(each, self.scope_of_unit.get(each.index, -1))
             versions = [entry.param._version for each in chosen for entry in each.entries]
             pushed = saved.push(self)
             try:

@@ -65,7 +65,6 @@ class Unit(Gradients):
         self.holders = topology.shard if held_by_all else Channel(None, topology.shard.watch, topology.shard.device)
         self.held_numel = self.layout.shard_numel if held_by_all else self.layout.numel
         self.releases = stage.release_params and held_by_all
-        self.release_grads = stage.release_grads and held_by_all
         self.alias = plan.compute == plan.dtype and not self.releases
         self.plain = self.alias and not held_by_all
         self.mean = options.reduce == "mean"
