@@ -69,7 +69,7 @@ def forward(rounds: Rounds, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     """q [B, Hq, S, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> out [B, Hq, S, Dv], lse [B, Hq, S], both wide."""
     total = Merged(q, v.shape[-1])
     for step, keys, values in _steps(rounds, k, v):
-        for call in _calls(rounds, step, q):
+        for call in calls(rounds, step, q):
             (query,), (key, value) = call.cut((q,), (keys, values))
             total.add(call.queries, *rounds.kernel.forward(query, key, value, call.block, call.table))
         del keys, values  # before the next block is received
@@ -89,7 +89,7 @@ def backward(
     for step, keys, values in _steps(rounds, k, v):
         at_home = step.distance == 0
         theirs = own if at_home else tuple(Sum(x.shape, wide(x.dtype), x.device) for x in (keys, values))
-        for call in _calls(rounds, step, q):
+        for call in calls(rounds, step, q):
             (douts, query, outs, norms), (key, value) = call.cut((dout, q, out, norm), (keys, values))
             grads = rounds.kernel.backward(douts, query, key, value, outs, norms, call.block, call.table)
             dq.add(call.queries, grads[0])
@@ -259,7 +259,7 @@ class KernelCall:
         )
 
 
-def _calls(rounds: Rounds, step: Step, q: Tensor) -> Iterator[KernelCall]:
+def calls(rounds: Rounds, step: Step, q: Tensor) -> Iterator[KernelCall]:
     if not q.numel():
         return
     plan, origin = rounds.plan, step.keys[0] if step.distance else 0

@@ -7,6 +7,7 @@ message; a run that was cut off goes on where its checkpoint is.
 import contextlib
 import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -276,6 +277,16 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: pathlib.Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(REPOSITORY / "setup.cfg"))
     with pytest.raises(options.UserError, match="XDG_CACHE_HOME"):
         model.convert_embedded()
+
+
+def test_the_device_check_passes_where_there_is_no_gpu(tmp_path: pathlib.Path) -> None:
+    script, report = EXAMPLES / "benchmarks" / "gpu_check.py", tmp_path / "report.json"
+    command = [sys.executable, str(script), "--device", "cpu", "--small", "--ranks", "3", "--out", str(report)]
+    env = os.environ | rank_environment() | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    rows = json.loads(report.read_text()) if report.exists() else []
+    assert len(rows) == 13 and all(row["passed"] for row in rows), done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------- the READMEs, the YAML files

@@ -24,6 +24,7 @@ WORKER = pathlib.Path(__file__).resolve().with_name("worker.py")
 ENGINES = ["single", "ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "zeroshard-1", "zeroshard-2", "zeroshard-3"]
 ROWS: dict[str, tuple[int, list[str]]] = {  # number of ranks, options of worker.py
     "base": (2, []),
+    "1 rank": (1, []),
     "4 ranks": (4, ["--batch", "1"]),
     "bf16": (2, ["--bf16"]),
     "accumulation 4": (2, ["--accumulate", "4", "--batch", "1"]),
