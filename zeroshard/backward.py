@@ -34,7 +34,7 @@ class Backward:
     def __init__(self, runtime: Runtime):
         self._runtime = weakref.ref(runtime)
         self.units = runtime.units
-        self.chain = [unit for unit in reversed(self.units) if unit.trainable]
+        self.chain = [unit for unit in reversed(self.units) if unit.trainable and not unit.alone]
         self.no_sync_depth = 0
         self.wide = False  # gradients travel in the masters' dtype: some have been accumulated in no_sync
         self._issued = 0
@@ -102,13 +102,14 @@ class Backward:
     def before_accumulation(self, entry: Entry) -> None:
         """Autograd is about to add a gradient to the parameter: it must find none."""
         unit = entry.unit
-        self.entered()
+        if not unit.alone:
+            self.entered()
         if not self.runtime.optimizers:
             raise ShardError(
                 f"a gradient reached {entry.name}, but shard() was given no optimizer. Pass it: shard(model, optimizer, ...), "
                 "or freeze a model for inference with model.requires_grad_(False)"
             )
-        if entry.index in unit.arrived:
+        if unit.alone or entry.index in unit.arrived:
             return
         visible = entry.recover(entry.hide())
         if visible is None:
@@ -121,7 +122,11 @@ class Backward:
 
     def accumulated(self, entry: Entry) -> None:
         """Autograd and the user's hooks are done with this parameter."""
-        unit, grad = entry.unit, entry.take_raw()
+        unit = entry.unit
+        if unit.alone:
+            self._keep(entry)
+            return
+        grad = entry.take_raw()
         if grad is None:
             entry.show(entry.stashed)
             return
@@ -135,6 +140,14 @@ class Backward:
         entry.local_view = None  # no_sync's view would keep local alive beyond its reduction
         if not self.deferred:
             self._advance()
+
+    def _keep(self, entry: Entry) -> None:
+        """The gradient of the only rank: what autograd has accumulated, made dense."""
+        grad = entry.param.grad
+        if grad is not None:
+            if grad.is_sparse:
+                grad = entry.param.grad = grad.to_dense()
+            self.runtime.ledger.hold("gradients", grad)
 
     def _advance(self) -> None:
         while self._issued < len(self.chain) and self.chain[self._issued].arrived >= self.chain[self._issued].expected:

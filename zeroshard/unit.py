@@ -67,6 +67,7 @@ class Unit(Gradients):
         self.releases = stage.release_params and held_by_all
         self.alias = plan.compute == plan.dtype and not self.releases
         self.plain = self.alias and not held_by_all
+        self.alone = self.plain and topology.ranks == 1  # no other rank: gradients stay where autograd leaves them
         self.mean = options.reduce == "mean"
         precision = options.precision
         low = plan.dtype.itemsize < 4 and plan.dtype.is_floating_point
