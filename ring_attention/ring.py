@@ -260,6 +260,7 @@ class KernelCall:
 
 
 def calls(rounds: Rounds, step: Step, q: Tensor) -> Iterator[KernelCall]:
+    """The kernel's calls of one step, for local queries `q` [B, Hq, S, D]."""
     if not q.numel():
         return
     plan, origin = rounds.plan, step.keys[0] if step.distance else 0

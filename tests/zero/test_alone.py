@@ -60,7 +60,7 @@ def left_by_autograd(rank: int, world: int, stage: int) -> tuple[bool, int, int,
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     weight = model[0].weight
     storages: list[int] = []
-    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     weight.register_post_accumulate_grad_hook(lambda p: storages.append(p.grad.data_ptr()))
     model(torch.ones(2, 16)).sum().backward()
     stats = zeroshard.stats(model)
