@@ -102,14 +102,15 @@ class Backward:
     def before_accumulation(self, entry: Entry) -> None:
         """Autograd is about to add a gradient to the parameter: it must find none."""
         unit = entry.unit
-        if not unit.alone:
-            self.entered()
         if not self.runtime.optimizers:
             raise ShardError(
                 f"a gradient reached {entry.name}, but shard() was given no optimizer. Pass it: shard(model, optimizer, ...), "
                 "or freeze a model for inference with model.requires_grad_(False)"
             )
-        if unit.alone or entry.index in unit.arrived:
+        if unit.alone:
+            return
+        self.entered()
+        if entry.index in unit.arrived:
             return
         visible = entry.recover(entry.hide())
         if visible is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -85,7 +84,7 @@ def train(stage: int | None, args: argparse.Namespace) -> dict[str, Any]:
         zeroshard.shard(model, optimizer, stage=stage)
     generator = torch.Generator().manual_seed(1)
     batch = torch.randint(0, vocabulary, (2, seq_len + 1), generator=generator).to(device)
-    losses: list[float] = []
+    losses: list[Tensor] = []
 
     def step() -> None:
         loss = model(batch[:, :-1], batch[:, 1:].contiguous())
@@ -93,7 +92,7 @@ def train(stage: int | None, args: argparse.Namespace) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())  # type: ignore[arg-type]
+        losses.append(loss.detach())
 
     seconds, peak = Clock(device)(step, 8)
     values = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
@@ -137,12 +136,12 @@ def play(layout: Any, mask: Mask, kernel: BlockKernel, dout: Tensor, qkv: Triple
         for step in rounds.plan.steps:
             low, high = step.keys if step.distance else (0, k[step.source].shape[2])
             keys, values = k[step.source][:, :, low:high], v[step.source][:, :, low:high]
-            work += [(call, step.source, low if step.distance else 0, keys, values) for call in calls(rounds, step, q[rank])]
-        for call, _, _, keys, values in work:
+            work += [(call, step.source, keys, values) for call in calls(rounds, step, q[rank])]
+        for call, _, keys, values in work:
             (query,), (key, value) = call.cut((q[rank],), (keys, values))
             merged.add(call.queries, *kernel.forward(query, key, value, call.block, call.table))
         out, norm = merged.out.value().to(dout.dtype), lse.finite(merged.norm.value())
-        for call, source, _, keys, values in work:
+        for call, source, keys, values in work:
             (grad, query, o, n), (key, value) = call.cut((douts[rank], q[rank], out, norm), (keys, values))
             grads = kernel.backward(grad, query, key, value, o, n, call.block, call.table)
             dq.add(call.queries, grads[0])
@@ -210,10 +209,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
-    if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        store = dist.HashStore()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = check_zeroshard(args) + check_ring(args)
     print(f"{'check':<36}{'':>8}{'time':>8}{'memory':>8}{'error':>8}   ratios to plain torch")
     for row in rows:
