@@ -3,6 +3,8 @@
 chain    the units expected to get a gradient, in the order they are reduced on every rank: by falling index, never by
          arrival. A unit is reduced early only when all before it in the chain were
 round    one reduction of a unit; a gradient that arrives after it takes part in another one
+flight   the units being reduced at one time: together no larger than the model's largest unit, so that many small ones
+         (adapters, say) are reduced without ranks waiting for each other, and large ones cost the memory of one
 settle   at the end the ranks tell each other what arrived where. Every rank then reduces the same units: a gradient
          missing here counts as zero if another rank has one, and stays `None` if nobody has
 """
@@ -26,7 +28,6 @@ from .unit import Unit
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-MAX_IN_FLIGHT = 1
 ARRIVED, PENDING = 1, 2
 
 
@@ -39,6 +40,7 @@ class Backward:
         self.wide = False  # gradients travel in the masters' dtype: some have been accumulated in no_sync
         self._issued = 0
         self._in_flight: list[Unit] = []
+        self._most_in_flight = max((unit.whole_bytes for unit in self.units), default=0)
         self._tasks: list[int] = []
 
     @property
@@ -62,6 +64,8 @@ class Backward:
         if self._tasks and _outermost():
             self.abandon()
         if not self._tasks:
+            for entry in self.runtime.entry_of.values():
+                entry.check_param()
             self._issued = 0
             self.runtime.schedule.begin_reversed("backward", "train")
         self._tasks.append(task)
@@ -117,6 +121,11 @@ class Backward:
             unit.filled.discard(entry.index)
         elif visible is not entry.local_view:
             if self.deferred:
+                if self.runtime.join is not None:
+                    raise ShardError(
+                        f"inside join, no_sync() found a gradient of {entry.name} that is reduced already: over how many ranks "
+                        "the next mean will be is not known yet. Call zero_grad() before no_sync(), or accumulate without it"
+                    )
                 unit.fold(entry)
             else:
                 entry.stashed = visible
@@ -180,7 +189,7 @@ class Backward:
         }
 
     def _issue(self, unit: Unit) -> None:
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
+        while self._in_flight and sum(u.whole_bytes for u in (*self._in_flight, unit)) > self._most_in_flight:
             self._finish(self._in_flight.pop(0))
         self._drop_cleared(unit)
         unit.reduce(self.wide)

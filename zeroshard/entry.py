@@ -49,6 +49,14 @@ class Entry:
             raise ShardError(f"the model that {self.name} belonged to is gone")
         return unit
 
+    def check_param(self) -> None:
+        """Is the user's object still the tensor that the engine's hooks are on?"""
+        if "_zeroshard" not in self.param.__dict__:
+            raise ShardError(
+                f"{self.name}: another tensor has taken its place since shard (torch.utils.swap_tensors), and with it what "
+                "tells the engine of its gradients. Write values inside `with zeroshard.gathered(model, write=True):`"
+            )
+
     def piece_of(self, held: torch.Tensor) -> torch.Tensor:
         """This entry's elements of a [held_numel] buffer."""
         return held[self.offset : self.offset + self.numel]

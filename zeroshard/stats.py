@@ -19,7 +19,8 @@ class Stats:
     resident_bytes: bytes held now, by category (`parameters`, `buffers`, `gradients`, `optimizer`, `gathered`,
         `reducing`) and `.total`. Activations are not the engine's and not counted.
     peak_bytes: the most that was held at one time; `.total` is the peak of the sum.
-    skipped_steps: steps that a `GradScaler` leaves out because it finds a gradient that is not finite on some rank.
+    skipped_steps: steps that a `GradScaler` leaves out because it finds a gradient that is not finite on some rank. Seen where
+        gradients are sharded; 0 at stage 0 and on one rank, where they are plain tensors that the scaler reads by itself.
     """
 
     gathers: int

@@ -99,6 +99,11 @@ class Unit(Gradients):
         return flat.narrow(0, self.held_numel * self.holders.rank, self.held_numel)
 
     @property
+    def whole_bytes(self) -> int:
+        """Of the whole values, as gathered."""
+        return self.layout.numel * self.compute.itemsize
+
+    @property
     def shard(self) -> torch.Tensor:
         """The master values this rank keeps."""
         self.reclaim()
@@ -204,12 +209,14 @@ class Unit(Gradients):
 
     def expose(self) -> None:
         """The first user comes: parameters are plain and whole."""
-        self.users += 1
-        if self.users == 1 and not self.alias:
+        if self.users == 0 and not self.alias:
+            for entry in self.entries:
+                entry.check_param()
             for entry in self.entries:
                 entry.param.__class__ = nn.Parameter
             if self.releases:
                 self._show_data()
+        self.users += 1
 
     def conceal(self) -> None:
         """The last user goes: parameters are sharded again. Does not release."""
@@ -227,6 +234,7 @@ class Unit(Gradients):
             begin, size = self.full.data_ptr(), self.full.element_size()
             for entry in self.entries:
                 if entry.slot.numel and entry.param.data_ptr() != begin + entry.slot.offset * size:
+                    entry.check_param()
                     home = entry.view_of(self.full)
                     home.copy_(entry.param.detach())
                     entry.param.data = home

@@ -79,6 +79,28 @@ def whole_gradient() -> None:
     model.head.weight.grad.sort()
 
 
+def swapped(stage: int) -> None:
+    model, _ = sharded(stage)
+    torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.ones_like(model.head.weight, device="cpu")))
+    model(torch.ones(2, 7)).sum().backward()
+
+
+def swapped_whole() -> None:
+    swapped(1)
+
+
+def swapped_sharded() -> None:
+    swapped(3)
+
+
+def no_sync_after_a_reduction_inside_join() -> None:
+    model, _ = sharded(1)
+    with zeroshard.join(model):
+        model(torch.ones(2, 7)).sum().backward()
+        with model.no_sync():
+            model(torch.ones(2, 7)).sum().backward()
+
+
 REFUSALS: dict[Callable[[], None], str] = {
     already_sharded: "list",
     deepcopy: "EMA",
@@ -91,6 +113,9 @@ REFUSALS: dict[Callable[[], None], str] = {
     gathered_of_a_stranger: "gathered",
     gathered_slice_write: "gathered",
     whole_gradient: "full_gradients",
+    swapped_whole: "swap_tensors",
+    swapped_sharded: "swap_tensors",
+    no_sync_after_a_reduction_inside_join: "zero_grad",
 }
 
 

@@ -141,3 +141,30 @@ def test_only_the_first_unit_of_a_backward_is_a_miss(ranks: RankPools) -> None:
     for first, second, third in ranks(2).run(prefetched):
         assert first == (3, 6)  # the first forward has nothing to go by
         assert second == third == (8, 1)
+
+
+def flights(rank: int, world: int, adapters: bool) -> list[int]:
+    """How many units were on their way over the ranks after each reduction was started."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2), nn.Linear(2, 64)) for _ in range(4)))
+    for block in blocks:
+        block[0].requires_grad_(not adapters)
+    model, optimizer = zeroshard.shard(blocks, torch.optim.SGD(blocks.parameters(), lr=0.1), stage=2)
+    backward = model._zeroshard.backward
+    issue, seen = backward._issue, []
+
+    def issuing(unit: object) -> None:
+        issue(unit)
+        seen.append(len(backward._in_flight))
+
+    backward._issue = issuing
+    for _ in range(2):
+        seen.clear()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_adapters_are_reduced_without_waiting_and_large_units_one_at_a_time(ranks: RankPools) -> None:
+    assert ranks(2).run(flights, True) == [[1, 2, 3, 4]] * 2
+    assert ranks(2).run(flights, False) == [[1, 1, 1, 1]] * 2

@@ -77,7 +77,7 @@ def estimate(
             "gradients": sum(cost.gradients for cost in trained),
             "optimizer": state.resident,
             "gathered": max(_gathered(model, costs), state.values),
-            "reducing": max(_reducing(trained), state.gradients),
+            "reducing": max(_reducing(costs) if trained else 0, state.gradients),
         }
     )
 
@@ -131,9 +131,16 @@ def _gathered(model: nn.Module, costs: Sequence[_UnitCost]) -> int:
 
 
 def _reducing(costs: Sequence[_UnitCost]) -> int:
-    """One unit on its way over the ranks, and the one before it, whose gradients arrive meanwhile."""
-    filling = [0, *(cost.arriving for cost in costs)]
-    return max((cost.arriving + cost.received + before for cost, before in zip(costs, filling, strict=False)), default=0)
+    """Units on their way over the ranks, together no larger than the largest of all, and the one that arrives meanwhile."""
+    most = max((cost.arriving for cost in costs), default=0)
+    in_flight: list[_UnitCost] = []
+    peak = 0
+    for cost in reversed([cost for cost in costs if cost.plan.trainable]):
+        peak = max(peak, cost.arriving + sum(c.arriving + c.received for c in in_flight))
+        while in_flight and sum(c.arriving for c in (*in_flight, cost)) > most:
+            in_flight.pop(0)
+        in_flight.append(cost)
+    return max(peak, sum(c.arriving + c.received for c in in_flight))
 
 
 # ------------------------------------------------------------------------------------------ the optimizer's state
