@@ -42,6 +42,8 @@ def linear_cross_entropy(
     size = chunk_tokens or max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // max(1, weight.shape[0])))
     most = _agree("linear_cross_entropy", "hidden", hidden.shape[:-1], labels, teams, tokens)
     num_chunks = max(1, -(-most // size))  # the same on every rank, though their shares differ
+    weight = weight.view_as(weight)  # a parameter that is kept elsewhere, or in another dtype, is fetched here, once
+    bias = None if bias is None else bias.view_as(bias)
     total = ChunkedLoss.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), ignore_index, num_chunks)
     return _mean(total, labels, teams, ignore_index, tokens)
 

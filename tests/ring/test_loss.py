@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ring_attention as ra
+import zeroshard
 from tests.harness import RankPools
 
 V, E = 23, 8
@@ -124,3 +125,26 @@ def mismatched(rank: int, world: int) -> str:
 
 def test_labels_of_another_length_are_refused(ranks: RankPools) -> None:
     assert "shift_labels" in ranks(1).run(mismatched)[0]
+
+
+def weight_of_a_sharded_model(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """The head's weight handed over outside any forward, in bf16 compute; its gradient, and how often it was gathered."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(E, E), torch.nn.Linear(E, 512))
+    precision = zeroshard.Precision(compute=torch.bfloat16)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, precision=precision, units=["0", "1"])
+    hidden, labels = model[0](torch.randn(1, 40, E).bfloat16()), torch.randint(0, 512, (1, 40))
+    cp = ra.ContextParallel(dist.group.WORLD)
+    before = zeroshard.stats(model).gathers
+    loss = cp.linear_cross_entropy(hidden, model[1].weight, labels, bias=model[1].bias, chunk_tokens=7)
+    gathers = zeroshard.stats(model).gathers - before
+    loss.backward()
+    return {"loss": loss.detach(), "gathers": gathers, **zeroshard.full_gradients(model)}
+
+
+def test_the_weight_of_a_sharded_model_is_gathered_once(ranks: RankPools) -> None:
+    whole, sharded = (ranks(2).run(weight_of_a_sharded_model, stage) for stage in (0, 3))
+    for one, two in zip(whole, sharded, strict=True):
+        assert two.pop("gathers") <= 2  # weight and bias
+        one.pop("gathers")
+        torch.testing.assert_close(two, one, rtol=0, atol=0)
