@@ -39,6 +39,7 @@ ORDER = [
     "zeroshard/checkpoint/contents.py",
     "zeroshard/checkpoint/files.py",
     "zeroshard/checkpoint/index.py",
+    "zeroshard/checkpoint/folder.py",
     "zeroshard/checkpoint/save.py",
     "zeroshard/checkpoint/load.py",
     "zeroshard/checkpoint/tensorfile.py",

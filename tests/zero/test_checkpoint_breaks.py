@@ -264,29 +264,38 @@ def test_a_save_in_the_background_has_the_values_of_the_call(ranks: RankPools, t
 # ------------------------------------------------------------------------------------------ replaced while it is read
 
 
-def replaced_while_read(rank: int, world: int, folder: str) -> None:
-    path, other = pathlib.Path(folder, "checkpoint"), pathlib.Path(folder, "other")
+def replaced_while_read(rank: int, world: int, folder: str, moment: str) -> None:
+    """Another job saves, and clears what it has replaced, when this one has opened the checkpoint, or read half of it."""
+    path, other = pathlib.Path(folder, f"checkpoint {moment}"), pathlib.Path(folder, f"other {moment}")
     model, opt = pair("net", "adamw", stage=3)
+    steps(model, opt, "net", range(1), rank)
     zeroshard.save(path, model, opt, extra="old")
+    steps(model, opt, "net", range(1, 2), rank)
     zeroshard.save(other, model, opt, extra="new")
-    damage, calls = files.damage, []
+    whole = zeroshard.full_state_dict(model)
+    owner, name = {"opened": (files, "damage"), "read": (index.Reader, "read_parts")}[moment]
+    call, calls = getattr(owner, name), []
 
-    def slow(root: pathlib.Path, share: dict[str, tuple[int, str]]) -> list[str]:
-        calls.append(root)
-        meet()
-        if len(calls) == 1 and rank == 0:  # another job saves, and clears what it has replaced
-            shutil.move(next(other.glob("data-*")), path)
-            os.replace(other / ".metadata", path / ".metadata")
-            for name in share:
-                shutil.rmtree((path / name).parent)
-        meet()
-        return damage(root, share)
+    def replaced(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == (1 if moment == "opened" else 3):
+            meet()
+            if rank == 0:
+                old = next(path.glob("data-*"))
+                shutil.move(next(other.glob("data-*")), path)
+                os.replace(other / ".metadata", path / ".metadata")
+                shutil.rmtree(old)
+            meet()
+        return call(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "damage", slow)
+        patch.setattr(owner, name, replaced)
         assert zeroshard.load(path, model, opt) == "new"
-    assert len(calls) == 2
+    assert_equal(zeroshard.full_state_dict(model), whole)
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(ranks: RankPools, tmp_path: pathlib.Path) -> None:
-    ranks(2).run(replaced_while_read, str(tmp_path))
+@pytest.mark.parametrize("moment", ["opened", "read"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(
+    ranks: RankPools, tmp_path: pathlib.Path, moment: str
+) -> None:
+    ranks(2).run(replaced_while_read, str(tmp_path), moment)

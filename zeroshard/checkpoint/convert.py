@@ -17,8 +17,8 @@ from . import contents, files
 from .contents import Part
 from .export import plan_files, publish_folder, write_index
 from .files import Item
+from .folder import Folder, writing
 from .index import INDEX, Reader, index_of, read_index
-from .save import Folder
 from .tensorfile import DTYPES, Shape, Writer, stored_in
 
 
@@ -94,18 +94,19 @@ def to_safetensors(
         shapes.append(Shape(name.removeprefix(prefix), shape, dtype))
     staging = target.with_name(f".{target.name}.exporting")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     try:
-        planned = plan_files(shapes, max_file_bytes)
-        for file, tensors in planned.items():
-            writer = Writer(staging / file, tensors)
-            for tensor in tensors:
-                whole = torch.empty(torch.Size(tensor.shape).numel(), dtype=tensor.dtype)
-                reader.read_parts([Part(prefix + tensor.name, tensor.shape, 0, whole, True)])
-                writer.add(whole)
-            writer.close()
-        write_index(planned, staging)
-        publish_folder(staging, target)
+        with writing(target):
+            staging.mkdir(parents=True)
+            planned = plan_files(shapes, max_file_bytes)
+            for file, tensors in planned.items():
+                writer = Writer(staging / file, tensors)
+                for tensor in tensors:
+                    whole = torch.empty(torch.Size(tensor.shape).numel(), dtype=tensor.dtype)
+                    reader.read_parts([Part(prefix + tensor.name, tensor.shape, 0, whole, True)])
+                    writer.add(whole)
+                writer.close()
+            write_index(planned, staging)
+            publish_folder(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return len(shapes)
@@ -125,10 +126,11 @@ def from_safetensors(source: str | os.PathLike[str], path: str | os.PathLike[str
     known = {"parameters": [[name] for name in stored], "buffers": [], "extra_state": {}, "ema": False, "optimizers": []}
     packed = {contents.CONTENTS: contents.pack("names", known), contents.EXTRA: contents.pack("extra", None)}
     try:
-        folder.prepare()
-        written = files.write(folder.root, f"{folder.data_folder}/__0_0.distcp", packed, items())
-        tensors = {f"model.{name}": (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-        folder.publish(index_of([written], tensors, {}, folder.save_id))
+        with writing(folder.path):
+            folder.prepare()
+            written = files.write(folder.root, f"{folder.data_folder}/__0_0.distcp", packed, items())
+            tensors = {f"model.{name}": (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+            folder.publish(index_of([written], tensors, {}, folder.save_id))
     except BaseException:
         folder.discard(0)
         raise

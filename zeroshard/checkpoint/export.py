@@ -25,6 +25,8 @@ from ..partition import clean
 from ..runtime import Runtime, runtime_of
 from .contents import is_cut
 from .files import sync_folder
+from .folder import writing
+from .folder import writing
 from .tensorfile import DTYPES, INDEX, Shape, Writer
 from .together import place_of, together
 
@@ -73,21 +75,26 @@ def export(
         files = plan_files(_tensors(model, runtime, dtype, trainable_only), max_file_bytes)
         if place == 0:
             shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+            with writing(target):
+                staging.mkdir(parents=True)
     except Exception as problem:
         error = problem
     together(topology, "export: begin", error=error)
     try:
-        _write_all(files, staging, runtime)
+        error = _write_all(files, staging, runtime)
         if place == 0:
-            _write_rest(files, staging, model, dtype, config, tokenizer)
-            publish_folder(staging, target)
-    except OSError as problem:
-        error = problem
+            try:
+                with writing(target):
+                    if error is not None:
+                        raise error
+                    _write_rest(files, staging, model, dtype, config, tokenizer)
+                    publish_folder(staging, target)
+            except Exception as problem:
+                error = problem
+        together(topology, "export: written", error=error)
     finally:
         if place == 0:
             shutil.rmtree(staging, ignore_errors=True)
-    together(topology, "export: written", error=error)
 
 
 # ------------------------------------------------------------------------------------------ what goes where
@@ -140,8 +147,8 @@ def plan_files(tensors: Sequence[T], max_file_bytes: int) -> dict[str, list[T]]:
 # ------------------------------------------------------------------------------------------ the tensors
 
 
-def _write_all(files: dict[str, list[Export]], staging: pathlib.Path, runtime: Runtime) -> None:
-    """An error of rank 0 is raised when the ranks have done what they do together."""
+def _write_all(files: dict[str, list[Export]], staging: pathlib.Path, runtime: Runtime) -> OSError | None:
+    """-> an error of rank 0, which goes on until the ranks have done what they do together."""
     error: OSError | None = None
     writes = place_of(runtime.topology) == 0
     for name, tensors in files.items():
@@ -158,8 +165,7 @@ def _write_all(files: dict[str, list[Export]], staging: pathlib.Path, runtime: R
             except OSError as problem:
                 error = problem
             del whole
-    if error is not None:
-        raise error
+    return error
 
 
 def _whole(tensor: Export, runtime: Runtime) -> torch.Tensor | None:

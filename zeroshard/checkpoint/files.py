@@ -96,12 +96,15 @@ def write(root: pathlib.Path, file: str, packed: dict[str, bytes], items: Iterab
 def replace_file(path: pathlib.Path, content: bytes) -> None:
     """All or nothing: written beside it, forced to disk, renamed over it."""
     beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    sync_folder(path.parent)
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(path: pathlib.Path) -> None:

@@ -25,7 +25,7 @@ from ..partition import clean
 from ..runtime import Runtime, runtime_of
 from . import contents, files
 from .contents import OptimizerView, Part
-from .index import Index, Reader, read_index
+from .index import INDEX, Index, Reader, read_index
 from .save import finish_earlier
 from .together import place_of, same, together
 
@@ -53,7 +53,34 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, 
     runtime = runtime_of(model, "load")
     finish_earlier(runtime)
     root = pathlib.Path(os.path.abspath(path))
-    index = _open(root, runtime)
+    for attempt in range(_ATTEMPTS):
+        before = _identity(root)
+        try:
+            return _load(root, model, runtime, optimizer, ema)
+        except ShardError as problem:
+            last = attempt + 1 == _ATTEMPTS
+            if type(problem) is not ShardError or last or not _replaced(root, before, runtime.topology):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _identity(root: pathlib.Path) -> tuple[int, int] | None:
+    """Another one when the checkpoint is replaced, files included, as another job may do while it is read here."""
+    try:
+        found = (root / INDEX).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _replaced(root: pathlib.Path, before: tuple[int, int] | None, topology: Topology) -> bool:
+    """Whether any rank finds another checkpoint there by now. Collective."""
+    told = topology.exchange_bytes("load: look again", b"old" if _identity(root) == before else b"new")
+    return any(text == b"new" for _, text in told)
+
+
+def _load(root: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: Any, ema: EMA | None) -> Any:
+    index = _open(root, runtime.topology)
     loading = _Loading(Reader(root, index), model, runtime)
     error: Exception | None = None
     message = b""
@@ -65,53 +92,34 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, 
         error = problem
     told = together(runtime.topology, "load: match", message, error)
     same(runtime.topology, "load", [contents.unpack(text) for text in told])
+    extra = None
     try:
+        extra = loading.extra(place_of(runtime.topology))
         loading.read()
     except Exception as problem:
         error = problem
     together(runtime.topology, "load: read", error=error)
     publish(runtime.units, runtime)
-    return loading.extra(place_of(runtime.topology))
+    return extra
 
 
-def _open(root: pathlib.Path, runtime: Runtime) -> Index:
-    """The index, once all ranks have read the same one and its files are sound.
-
-    Another job may replace the checkpoint meanwhile, files included: then the new one is opened.
-    """
-    topology = runtime.topology
-    for attempt in range(_ATTEMPTS):
-        index: Index | None = None
-        error: Exception | None = None
-        try:
-            index = read_index(root)
-            share = sorted(index.files or ())[place_of(topology) :: topology.ranks]
-            problems = files.damage(root, {name: index.files[name] for name in share}) if index.files is not None else []
-            if problems:
-                raise ShardError(f"{root} is damaged: {'; '.join(problems)}. Nothing has been loaded")
-        except Exception as problem:
-            error = problem
-        save_id = "" if index is None else index.save_id
-        try:
-            ids = together(topology, "load: open", save_id.encode(), error)
-            if len(set(ids)) > 1:
-                raise ShardError(f"{root} holds different checkpoints for different ranks: {sorted(i.decode() for i in ids)}")
-            assert index is not None
-            return index
-        except ShardError as problem:
-            if type(problem) is not ShardError or attempt + 1 == _ATTEMPTS or not _replaced(root, save_id, topology):
-                raise
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _replaced(root: pathlib.Path, save_id: str, topology: Topology) -> bool:
-    """Whether any rank finds another checkpoint there by now."""
+def _open(root: pathlib.Path, topology: Topology) -> Index:
+    """The index, once all ranks have read the same one and its files are sound: each rank checks its share of them."""
+    index: Index | None = None
+    error: Exception | None = None
     try:
-        now = read_index(root).save_id
-    except ShardError:
-        now = save_id
-    told = topology.exchange_bytes("load: look again", b"new" if now != save_id else b"old")
-    return any(text == b"new" for _, text in told)
+        index = read_index(root)
+        share = sorted(index.files or ())[place_of(topology) :: topology.ranks]
+        problems = files.damage(root, {name: index.files[name] for name in share}) if index.files is not None else []
+        if problems:
+            raise ShardError(f"{root} is damaged: {'; '.join(problems)}. Nothing has been loaded")
+    except Exception as problem:
+        error = problem
+    ids = together(topology, "load: open", b"" if index is None else index.save_id.encode(), error)
+    if len(set(ids)) > 1:
+        raise ShardError(f"{root} holds different checkpoints for different ranks: {sorted(i.decode() for i in ids)}")
+    assert index is not None
+    return index
 
 
 class _Loading:

@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import secrets
-import shutil
 import threading
 import weakref
 import zlib
@@ -29,6 +28,7 @@ from ..runtime import Runtime, runtime_of
 from . import contents, files, index
 from .contents import OptimizerView, Part
 from .files import Item
+from .folder import Folder, Series, writing
 from .plan import Turns
 from .together import place_of, same, together
 
@@ -40,6 +40,7 @@ def save(
     extra: Any = None,
     ema: EMA | None = None,
     blocking: bool = True,
+    keep: int | None = None,
 ) -> Saving | None:
     """Writes a checkpoint that `load` reads at any stage, on any number of ranks, bit for bit. Collective.
 
@@ -52,6 +53,10 @@ def save(
         ema: an `EMA` of the model.
         blocking: `False` copies this rank's values and returns a handle; they are written while training goes on. The
             checkpoint is published by the handle's `wait()`, which all ranks must call, or by their next `save` or `load`.
+        keep: how many checkpoints of a run stay, when each has a path of its own that ends in a number, like `step-200`.
+            Those beside `path` whose names differ in the number alone are the run's. When the new one is published, the
+            ones with the lowest numbers go, each by one rename first, so that what still has its name is complete. Also
+            cleared is what broken-off saves of the run have left. `None` touches no other path.
 
     Memory beyond the model's own: the largest piece of one tensor; with `blocking=False` a copy of what this rank writes.
 
@@ -61,7 +66,7 @@ def save(
     """
     runtime = runtime_of(model, "save")
     finish_earlier(runtime)
-    saving = _begin(pathlib.Path(os.path.abspath(path)), model, runtime, optimizer, extra, ema)
+    saving = _begin(pathlib.Path(os.path.abspath(path)), model, runtime, optimizer, extra, ema, keep)
     if blocking:
         saving.write()
         saving.wait()
@@ -80,19 +85,26 @@ def finish_earlier(runtime: Runtime) -> None:
 # ------------------------------------------------------------------------------------------ begin
 
 
-def _begin(path: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: Any, extra: Any, ema: EMA | None) -> Saving:
+def _begin(
+    path: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: Any, extra: Any, ema: EMA | None, keep: int | None
+) -> Saving:
     topology, place = runtime.topology, place_of(runtime.topology)
     views: list[OptimizerView] = []
     packed, message, error = b"", b"", None
     folder = Folder(path, secrets.token_hex(4))
     try:
+        series = None if keep is None else Series(path, keep)
         views = contents.views(optimizer, runtime)
         packed = contents.pack("extra", extra)
         if ema is not None:
             ema.belongs_to(runtime)
         if place == 0:
-            folder.prepare()
-        about = {"path": str(path), "optimizers": [view.label for view in views], "ema": ema is not None}
+            if series is not None:
+                series.clear_leftovers()
+            with writing(path):
+                folder.prepare()
+        labels = [view.label for view in views]
+        about = {"path": str(path), "optimizers": labels, "ema": ema is not None, "keep": keep}
         states = [view.describe() for view in views]
         mine = {"about": about, "folder": [folder.save_id, folder.exists], "extra": zlib.crc32(packed), "states": states}
         message = contents.pack("the state of the optimizer", mine)
@@ -110,7 +122,7 @@ def _begin(path: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: An
     if place == 0 or told[place]["extra"] != told[0]["extra"]:
         name = contents.EXTRA if place == 0 else f"{contents.EXTRA}.{place}"
         things.packed[name] = packed
-    return Saving(runtime, folder, things)
+    return Saving(runtime, folder, things, series)
 
 
 @dataclasses.dataclass
@@ -177,9 +189,9 @@ def _gather_up(
 class Saving:
     """A save under way. `wait()` ends it, on all ranks."""
 
-    def __init__(self, runtime: Runtime, folder: Folder, things: _Things):
+    def __init__(self, runtime: Runtime, folder: Folder, things: _Things, series: Series | None):
         self._runtime, self._topology = weakref.ref(runtime), runtime.topology
-        self._folder, self._things = folder, things
+        self._folder, self._things, self._series = folder, things, series
         self._place = place_of(runtime.topology)
         self._thread: threading.Thread | None = None
         self._written: files.Written | None = None
@@ -189,7 +201,8 @@ class Saving:
     def write(self) -> None:
         try:
             file = f"{self._folder.data_folder}/__{self._place}_0.distcp"
-            self._written = files.write(self._folder.root, file, self._things.packed, self._things.items)
+            with writing(self._folder.path):
+                self._written = files.write(self._folder.root, file, self._things.packed, self._things.items)
         except Exception as problem:
             self._error = problem
         self._things.items.clear()
@@ -227,54 +240,7 @@ class Saving:
 
     def _publish(self, written: list[files.Written]) -> None:
         things = self._things
-        self._folder.publish(index.index_of(written, things.tensors, things.aliases, self._folder.save_id))
-
-
-class Folder:
-    """Where a save goes. Rank 0 alone makes, renames and removes anything but the ranks' own files.
-
-    root: the checkpoint's folder if it exists, where the index is renamed over the old one; otherwise a hidden folder beside
-    it, which is renamed to it: so a first save that is broken off leaves nothing under the checkpoint's own name.
-    """
-
-    def __init__(self, path: pathlib.Path, save_id: str, exists: bool | None = None):
-        self.path, self.save_id = path, save_id
-        self.exists = path.exists() if exists is None else exists
-        self.root = path if self.exists else path.with_name(f".{path.name}.saving-{save_id}")
-        self.data_folder, self.published = f"data-{save_id}", False
-
-    def prepare(self) -> None:
-        for left in self.path.parent.glob(f".{self.path.name}.saving-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        if self.exists:
-            self._remove_data_except(self._in_use())
-        (self.root / self.data_folder).mkdir(parents=True)
-
-    def _in_use(self) -> set[str]:
-        """Data folders of the checkpoint that is there; all of them if that cannot be told."""
-        try:
-            there = index.read_index(self.path)
-        except ShardError:
-            unreadable = (self.path / index.INDEX).exists()
-            return {folder.name for folder in self.path.glob("data-*")} if unreadable else set()
-        return {info.relative_path.split("/")[0] for info in there.metadata.storage_data.values()}
-
-    def _remove_data_except(self, keep: set[str]) -> None:
-        for folder in self.path.glob("data-*"):
-            if folder.name not in keep:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def publish(self, content: bytes) -> None:
-        files.sync_folder(self.root / self.data_folder)
-        files.replace_file(self.root / index.INDEX, content)
-        if self.root != self.path:
-            os.rename(self.root, self.path)
-            files.sync_folder(self.path.parent)
-        self.published = True
-
-    def clear_replaced(self) -> None:
-        self._remove_data_except({self.data_folder})
-
-    def discard(self, place: int) -> None:
-        if place == 0 and not self.published:
-            shutil.rmtree(self.root / self.data_folder if self.exists else self.root, ignore_errors=True)
+        with writing(self._folder.path):
+            self._folder.publish(index.index_of(written, things.tensors, things.aliases, self._folder.save_id))
+        if self._series is not None:
+            self._series.remove_oldest()
