@@ -36,7 +36,7 @@ def train(options: Options, console: Console) -> list[float]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, run.cosine(options))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)  # <- shards model and optimizer
 
-    done, seen = run.resume(options, model, optimizer, scheduler) if options.resume else (0, 0)
+    done, seen = run.resume(options, model, optimizer, scheduler) if options.goes_on else (0, 0)
     micro_batches = options.gradient_accumulation_steps
     per_step = options.batch_size * micro_batches * accelerator.num_replicas
     last = seen + (options.steps - done) * per_step

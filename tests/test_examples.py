@@ -159,7 +159,7 @@ def test_a_killed_run_goes_on_on_other_ranks(tmp_path: pathlib.Path, text: pathl
     """A rank is killed: the launch fails and says so. One rank goes on from the checkpoint to the same losses."""
     output, log, whole = tmp_path / "run", tmp_path / "log.txt", tmp_path / "whole"
     common = [*TINY, "--min-lr", "1e-3", "--data", text, "--batch-size", 4]
-    arguments = [*common, "--output", output, "--steps", 100_000, "--checkpoint-every", 2]
+    arguments = [*common, "--output", output, "--steps", 100_000, "--checkpoint-every", 2, "--auto-resume"]
     with running(CPU, *arguments, log=log) as process:
         wait_for(lambda: (output / "metrics.jsonl").exists() and len(losses(output)) > 4)
         ranks = psutil.Process(process.pid).children(recursive=True)
@@ -171,9 +171,10 @@ def test_a_killed_run_goes_on_on_other_ranks(tmp_path: pathlib.Path, text: pathl
     done = len(losses(output))
     rest = [*common, "--output", output, "--steps", done + 3, "--resume"]
     again = [*common, "--output", whole, "--steps", done + 3]
-    both = json.dumps([[str(a) for a in command] for command in (rest, again)])
+    ended = [*rest[:-1], "--auto-resume"]  # started once more by its launcher when it had nothing left to do
+    all_three = json.dumps([[str(a) for a in command] for command in (rest, again, ended)])
     many = REPOSITORY / "tests" / "finetune_many.py"
-    accelerate_launch(many, both, config=one_rank(tmp_path)).check()
+    accelerate_launch(many, all_three, config=one_rank(tmp_path)).check()
     steps = [line["step"] for line in metrics(output, "train")]
     assert steps == list(range(1, done + 4)), "every step once"
     assert losses(output) == pytest.approx(losses(whole), abs=1e-4)

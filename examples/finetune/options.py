@@ -36,10 +36,15 @@ class Options:
     seed: int
     checkpoint_every: int
     resume: bool
+    auto_resume: bool
 
     @property
     def checkpoint(self) -> pathlib.Path:
         return self.output / "checkpoint"
+
+    @property
+    def goes_on(self) -> bool:
+        return self.resume or (self.auto_resume and self.checkpoint.is_dir())
 
     def as_text(self) -> dict[str, Any]:
         """For metrics.jsonl."""
@@ -76,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--data", type=pathlib.Path, help="folder of text or code; default: Python's reference")
     what.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/finetune"), help="where results go")
     what.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    what.add_argument("--auto-resume", action="store_true", help="the same where there is one, anew where there is "
+                      "none: for launchers that start a run again, such as torchrun --max-restarts")
 
     split = p.add_argument_group("memory and ranks")
     split.add_argument("--stage", type=int, choices=range(4), default=3, help="0 replicate, 1 shard optimizer state, "

@@ -222,7 +222,7 @@ def resume(options: Options, model: Any, optimizer: Any, scheduler: Any) -> tupl
         if text[name] != value:
             option = "--" + name.replace("_", "-")
             raise UserError(f"--resume: the checkpoint was made with {option} {value}, not {text[name]}.")
-    if extra["step"] >= options.steps:
+    if extra["step"] > options.steps or (options.resume and extra["step"] == options.steps):
         raise UserError(f"--resume: {extra['step']} steps are done already. Give a larger --steps to go on.")
     scheduler.load_state_dict(extra["scheduler"])
     return extra["step"], extra["sequences"]

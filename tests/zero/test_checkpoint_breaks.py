@@ -1,100 +1,37 @@
 """Whatever goes wrong while a checkpoint is written or read: the last complete one is there, and the fault is named."""
 
 import errno
+import json
 import os
 import pathlib
 import pickle
 import random
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import zeroshard
-from tests.harness import RankPools, RanksFailed, assert_equal
-from tests.zero.checkpoints import content, files_in, meet, pair, steps
+from tests.harness import REPOSITORY, RankPools, assert_equal, run_program
+from tests.zero.checkpoints import files_in, meet, pair, steps
 from zeroshard import ShardError
 from zeroshard.checkpoint import files, index
 
 # ------------------------------------------------------------------------------------------ killed
 
 
-def kill_at(moment: int, folder: str) -> None:
-    """SIGKILL when this process is about to touch its `moment`-th file under `folder`."""
-    left = [moment]
-
-    def audit(event: str, args: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-        touches = writes or event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
-        if touches and any(folder in os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike))):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(audit)
+SOAK = REPOSITORY / "examples" / "benchmarks" / "soak.py"
 
 
-def save_twice(rank: int, world: int, folder: str, victim: int, moment: int, blocking: bool) -> None:
-    path = f"{folder}/checkpoint"
-    model, opt = pair("net", "adamw", stage=3)
-    steps(model, opt, "net", range(2), rank)
-    zeroshard.save(path, model, opt, extra="old")
-    meet()
-    if rank == 0:
-        torch.save(content(path)["model"], f"{folder}/old.pt")
-    steps(model, opt, "net", range(2, 4), rank)
-    whole = zeroshard.full_state_dict(model)
-    if rank == 0:
-        torch.save(whole, f"{folder}/new.pt")
-    meet()
-    if rank == victim:
-        kill_at(moment, path)
-    saving = zeroshard.save(path, model, opt, extra="new", blocking=blocking)
-    if saving is not None:
-        saving.wait()
-
-
-def load_alone(rank: int, world: int, path: str) -> tuple[str, dict[str, torch.Tensor]]:
-    model, opt = pair("net", "adamw", seed=5, stage=1)
-    extra = zeroshard.load(path, model, opt)
-    whole = zeroshard.full_state_dict(model)
-    zeroshard.save(path, model, opt, extra=extra)  # clears what was left behind
-    return extra, whole
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_killed_at_any_moment_a_complete_checkpoint_is_there(ranks: RankPools, tmp_path: pathlib.Path, seed: int) -> None:
-    draw = random.Random(seed)
-    victim = draw.choice([0, 0, 1])
-    moment = draw.randrange(7 if victim == 0 else 1)
-    path = tmp_path / "checkpoint"
-    try:
-        ranks(2).run(save_twice, str(tmp_path), victim, moment, draw.random() < 0.5, dirty=True)
-    except RanksFailed as failed:
-        assert failed.reports[victim].kind == "died"
-        assert failed.reports[1 - victim].kind in ("raised", "died", "returned"), failed  # never "hung"
-    extra, whole = ranks(1).run(load_alone, str(path))[0]
-    assert_equal(whole, torch.load(tmp_path / f"{extra}.pt"))
-    assert [file.name for file in files_in(path)] == [".metadata", "__0_0.distcp"]
-    assert not list(tmp_path.glob(".checkpoint*"))
-
-
-def killed_in_the_first(rank: int, world: int, folder: str) -> None:
-    model, opt = pair("net", "adamw", stage=3)
-    if rank == 1:
-        kill_at(0, folder)
-    zeroshard.save(f"{folder}/checkpoint", model, opt)
-
-
-def test_a_first_save_that_is_killed_leaves_nothing_under_its_name(ranks: RankPools, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(RanksFailed):
-        ranks(2).run(killed_in_the_first, str(tmp_path), dirty=True)
-    assert not (tmp_path / "checkpoint").exists()
+def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_there() -> None:
+    """Five of the kills of the script that is run at length by hand: a first save and later ones, in the background too."""
+    finished = run_program([sys.executable, str(SOAK), "saves", "--kills", "5", "--ranks", "2"]).check()
+    told = json.loads(finished.stdout)
+    assert told["kills"] == 5 and not told["problems"]
+    assert len(told["found"]) > 1, "kills of one kind only"
 
 
 # ------------------------------------------------------------------------------------------ errors

@@ -87,14 +87,14 @@ def full_disk(rank: int, world: int, folder: str) -> None:
     steps(model, opt, "net", range(1, 2), rank)
     for culprit, nbytes in ((1, 1000), (0, 1000), (1, 5)):
         for target in (path, fresh):
-            with no_file_above(nbytes) if rank == culprit else contextlib.nullcontext():
-                with pytest.raises(ShardError, match=rf"rank {culprit}: {target} cannot be written: File too large"):
-                    zeroshard.save(target, model, opt)
+            limit = no_file_above(nbytes) if rank == culprit else contextlib.nullcontext()
+            with limit, pytest.raises(ShardError, match=rf"rank {culprit}: {target} cannot be written: File too large"):
+                zeroshard.save(target, model, opt)
             meet()
             assert files_in(folder) == before
-    with no_file_above(100) if rank == 0 else contextlib.nullcontext():
-        with pytest.raises(ShardError, match=rf"{folder}/model cannot be written: File too large"):
-            zeroshard.export(model, f"{folder}/model")
+    limit = no_file_above(100) if rank == 0 else contextlib.nullcontext()
+    with limit, pytest.raises(ShardError, match=rf"{folder}/model cannot be written: File too large"):
+        zeroshard.export(model, f"{folder}/model")
     meet()
     assert files_in(folder) == before
     steps(model, opt, "net", range(2, 3), rank)  # training goes on

@@ -36,7 +36,6 @@ except ImportError:  # torch works without it
 CONTENTS, EXTRA = "zeroshard.contents", "zeroshard.extra"
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Elements [start, start + numel) of the tensor `name` of `shape`; `values` [numel] is contiguous.

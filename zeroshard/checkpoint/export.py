@@ -26,7 +26,6 @@ from ..runtime import Runtime, runtime_of
 from .contents import is_cut
 from .files import sync_folder
 from .folder import writing
-from .folder import writing
 from .tensorfile import DTYPES, INDEX, Shape, Writer
 from .together import place_of, together
 

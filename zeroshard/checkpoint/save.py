@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ShardError
 from ..ema import EMA
 from ..runtime import Runtime, runtime_of
 from . import contents, files, index
