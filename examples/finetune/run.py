@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+import torch.distributed as dist
 from accelerate.utils import GradientAccumulationPlugin, ParallelismConfig, gather_object
 from rich.console import Console
+from torch.distributed.rendezvous import rendezvous
 
 import zeroshard
 from finetune import plot
@@ -30,6 +32,7 @@ T = TypeVar("T")
 
 def build_accelerator(options: Options) -> Accelerator:
     """Raises UserError when the degrees do not fit the ranks."""
+    join_anew()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config, context = None, options.context_parallel_size
     if context is not None:
@@ -52,6 +55,15 @@ def build_accelerator(options: Options) -> Accelerator:
         )
     except ValueError as error:  # sizes in the YAML, another engine in the YAML
         raise UserError(str(error)) from error
+
+
+def join_anew() -> None:
+    """After a restart by the launcher: its store still has what the ranks of the last attempt wrote, so keys get a prefix."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0":
+        store, rank, ranks = next(rendezvous("env://"))
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group(store=store, rank=rank, world_size=ranks)
 
 
 def use_all_cores() -> None:

@@ -1,5 +1,6 @@
 """materialize: a model from the meta device holds what a CPU build holds, or what is in the files."""
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -190,3 +191,56 @@ def llama(rank: int, world: int, folder: str) -> None:
 
 def test_a_transformers_model_with_its_rotary_buffers(ranks: RankPools, tmp_path: pathlib.Path) -> None:
     ranks(2).run(llama, str(tmp_path / "model"), timeout=120)
+
+
+SIZES = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 20}
+
+
+def of_transformers(name: str, **options: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    heads = {"Bert": "Model", "GPT2": "LMHeadModel"}
+    model: nn.Module = getattr(transformers, name + heads.get(name, "ForCausalLM"))(config)
+    return model
+
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 3}),
+    ("Qwen2", {"num_key_value_heads": 2}),
+    ("Qwen3", {"num_key_value_heads": 2, "head_dim": 4}),
+    ("Mistral", {"num_key_value_heads": 2}),
+    ("Gemma2", {"num_key_value_heads": 2, "head_dim": 4}),
+    ("Phi3", {"pad_token_id": 1}),
+    ("OPT", {"ffn_dim": 20, "word_embed_proj_dim": 16}),
+    ("GPTNeoX", {}),
+    ("Bert", {}),
+]
+
+
+def families_from_scratch(rank: int, world: int) -> list[str]:
+    """Bit-equal to a CPU build; the names of the families that are not."""
+    other = []
+    for name, options in FAMILIES:
+        make = functools.partial(of_transformers, name, **options)
+        want = seeded(make)
+        after = torch.rand(1)
+        model = on_meta(make)
+        zeroshard.shard(model, stage=3)
+        torch.manual_seed(3)
+        zeroshard.materialize(model)
+        got = {**zeroshard.full_state_dict(model), **dict(model.named_buffers())}
+        same = all(torch.equal(got[key], value) for key, value in {**want.state_dict(), **dict(want.named_buffers())}.items())
+        if not same or not torch.equal(torch.rand(1), after):
+            other.append(name)
+    model = on_meta(functools.partial(of_transformers, "GPT2", vocab_size=37, n_embd=16, n_layer=1, n_head=2))
+    zeroshard.shard(model, stage=3)
+    with pytest.raises(
+        ShardError, match=r"(?s)c_attn\.weight.*Conv1D.*Build the model on the CPU.*materialize\(model, source\)"
+    ):
+        zeroshard.materialize(model)
+    return other
+
+
+def test_transformers_models_from_scratch_are_cpu_builds(ranks: RankPools) -> None:
+    assert ranks(2).run(families_from_scratch, timeout=120) == [[], []]

@@ -1,13 +1,15 @@
 """materialize: values for a model that was built on the meta device and sharded there.
 
 From scratch, module by module in the order in which they were built: a module's own parameters are made whole on the CPU,
-its `reset_parameters` fills them, and every rank keeps its pieces. All ranks draw from rank 0's random state, so nothing is
+its `reset_parameters` fills them, and every rank keeps its pieces. A model of transformers fills all its modules a second time
+when it has built them, by its own `_init_weights`; so is done here. All ranks draw from rank 0's random state, so nothing is
 sent, and what a CPU build with the same seed would hold is held. From files, each rank reads its own bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -33,15 +35,16 @@ def materialize(model: nn.Module, source: str | os.PathLike[str] | None = None) 
 
     Args:
         model: sharded, usually after it was built under `with torch.device("meta"):`.
-        source: `None`: every module's own `reset_parameters`, children before parents; bit-equal to a CPU build with
-            the same seed. Or a safetensors file, or a folder of them, read by byte ranges and cast to the masters' dtype;
-            buffers that are not in it come from `reset_parameters`, or from transformers' `_init_weights`.
+        source: `None`: every module's own `reset_parameters`, children before parents, and the `_init_weights` of models
+            of transformers; bit-equal to a CPU build with the same seed. Or a safetensors file, or a folder of them, read
+            by byte ranges and cast to the masters' dtype; buffers that are not in it come from the same functions.
 
     Memory beyond the model's own: the parameters of one module; from files, one block of 2**22 elements.
 
     Raises:
-        ShardError: on all ranks: a module has parameters or buffers of its own and no `reset_parameters`, or it leaves some
-            as they are; a name that is missing or not expected; another shape; a damaged file.
+        ShardError: on all ranks: a module has parameters or buffers of its own that nothing fills, or nobody can know
+            whether its constructor would draw random numbers (transformers' Conv1D); a name that is missing or not expected;
+            another shape; a damaged file.
     """
     runtime = runtime_of(model, "materialize")
     topology = runtime.topology
@@ -51,25 +54,41 @@ def materialize(model: nn.Module, source: str | os.PathLike[str] | None = None) 
         if source is not None:
             stored = stored_in(pathlib.Path(os.path.abspath(source)))
             _match(stored, model, runtime)
-        builders = _builders(model, stored)
+        fills = _fills(model) if stored is None else _fills_of_buffers(model, stored)
     except Exception as problem:
         error = problem
     states = together(topology, "materialize: begin", torch.get_rng_state().numpy().tobytes(), error)
     try:
         if stored is None:
-            _build(model, runtime, builders, states)
+            _build(model, runtime, fills, states)
         else:
-            _read(stored, model, runtime, builders)
+            _read(stored, model, runtime, fills)
     except Exception as problem:
         error = problem
     together(topology, "materialize: done", error=error)
     publish(runtime.units, runtime)
 
 
-# ------------------------------------------------------------------------------------------ who can fill what
+# ------------------------------------------------------------------------------------------ who fills what
+
+REMEDY = (
+    "Build the model on the CPU (rank 0's values are everybody's), or take values from files with materialize(model, source) "
+    "or load"
+)
 
 
-Builders = dict[str, Callable[[], Any]]
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """`call()` gives values to the own parameters and buffers of the module `name`. `how` names it in errors.
+
+    alone: nothing else fills the module, so what its constructor draws is not repeated.
+    """
+
+    name: str
+    module: nn.Module
+    call: Callable[[], Any]
+    how: str
+    alone: bool = False
 
 
 def _in_build_order(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
@@ -83,96 +102,143 @@ def _in_build_order(module: nn.Module, name: str = "", seen: set[int] | None = N
     yield name, module
 
 
-def _builders(model: nn.Module, stored: dict[str, Stored] | None) -> Builders:
-    """What fills each module that needs filling. With files, only modules with buffers that are not in them do."""
-    modules = dict(model.named_modules())
-    builders: Builders = {}
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _initializer_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """The way of transformers: a model has one function for all of its modules."""
+    function = getattr(module, "_init_weights", None)
+    return function if callable(function) else None
+
+
+def _fills(model: nn.Module) -> list[Fill]:
+    """From scratch. A model inside a model initializes its modules when it is built; the outer one leaves them alone."""
+    fills: list[Fill] = []
+    initialized: set[int] = set()
     for name, module in _in_build_order(model):
-        prefix = f"{name}." if name else ""
-        needs = [clean(prefix + leaf) for leaf, buffer in module._buffers.items() if _on_meta(buffer)]
-        if stored is None:
-            needs = [clean(prefix + leaf) for leaf, param in module._parameters.items() if param is not None] + needs
-        else:
-            needs = [each for each in needs if each not in stored]
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if reset is None and stored is not None and needs:
-            reset = _ancestors_reset(name, module, modules)
-        if callable(reset) and (needs or stored is None):
-            builders[name] = reset
+        reset = _reset_of(module)
+        if reset is not None:
+            fills.append(Fill(name, module, reset, f"reset_parameters of {type(module).__name__}"))
+        function = _initializer_of(module)
+        for inner_name, inner in _in_build_order(module, name) if function is not None else ():
+            if id(inner) not in initialized:
+                initialized.add(id(inner))
+                how = f"_init_weights of {type(module).__name__}"
+                fills.append(Fill(inner_name, inner, functools.partial(function, inner), how, _reset_of(inner) is None))
+    filled = {id(fill.module) for fill in fills}
+    for name, module in _in_build_order(model):
+        if id(module) not in filled:
+            params = [leaf for leaf, param in module._parameters.items() if param is not None]
+            _refuse_if_any(name, module, params + [leaf for leaf, buffer in module._buffers.items() if _on_meta(buffer)])
+    return fills
+
+
+def _fills_of_buffers(model: nn.Module, stored: dict[str, Stored]) -> list[Fill]:
+    """With files, only for modules with buffers on the meta device that are not in them."""
+    modules = dict(model.named_modules())
+    fills: list[Fill] = []
+    for name, module in _in_build_order(model):
+        needs = [leaf for leaf, buffer in module._buffers.items() if _on_meta(buffer) and _full(name, leaf) not in stored]
+        call, above = _reset_of(module), name
+        while call is None and above:
+            above = above.rpartition(".")[0]
+            function = _initializer_of(modules[above])
+            call = functools.partial(function, module) if function is not None else None
+        if call is None:
+            _refuse_if_any(name, module, needs)
         elif needs:
-            raise ShardError(
-                f"{needs[0]} cannot be given a value: its module, a {type(module).__name__}, has no reset_parameters. Give it "
-                "one that fills its own parameters and buffers, or load values with materialize(model, source) or load"
-            )
-    return builders
+            fills.append(Fill(name, module, call, f"reset_parameters of {type(module).__name__}"))
+    return fills
+
+
+def _refuse_if_any(name: str, module: nn.Module, leaves: list[str]) -> None:
+    if leaves:
+        raise ShardError(
+            f"{_full(name, leaves[0])} cannot be given a value: its module, a {type(module).__name__}, has no "
+            f"reset_parameters. Give it one that fills its own parameters and buffers. {REMEDY}"
+        )
+
+
+def _full(module: str, leaf: str) -> str:
+    return clean(f"{module}.{leaf}" if module else leaf)
 
 
 def _on_meta(buffer: torch.Tensor | None) -> bool:
     return buffer is not None and buffer.device.type == "meta"
 
 
-def _ancestors_reset(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> Callable[[], Any] | None:
-    """The way of transformers: a model has one function for all of its modules."""
-    while name:
-        name = name.rpartition(".")[0]
-        function = getattr(modules[name], "_init_weights", None)
-        if callable(function):
-            return lambda: function(module)
-    return None
-
-
 # ------------------------------------------------------------------------------------------ from scratch
 
 
-def _build(model: nn.Module, runtime: Runtime, builders: Builders, states: list[bytes]) -> None:
-    modules = dict(model.named_modules())
+def _build(model: nn.Module, runtime: Runtime, fills: list[Fill], states: list[bytes]) -> None:
     own = torch.get_rng_state()
     shared = torch.frombuffer(bytearray(states[0]), dtype=torch.uint8)
     torch.set_rng_state(shared)
-    for name, reset in builders.items():
-        with _whole_and_new(modules[name], name, runtime) as new:
-            reset()
+    filled: set[str] = set()
+    for fill in fills:
+        before = torch.get_rng_state() if fill.alone else None
+        new = _filled(fill, runtime)
+        leaf = next((leaf for leaf, param in fill.module._parameters.items() if param is not None), None)
+        if leaf is not None and before is not None and not torch.equal(before, torch.get_rng_state()):
+            raise ShardError(
+                f"{_full(fill.name, leaf)}: its module, a {type(fill.module).__name__}, has no reset_parameters, and the "
+                f"{fill.how} draws random numbers for it; whether its constructor draws some too cannot be known, so a CPU "
+                f"build with the same seed cannot be repeated. {REMEDY}"
+            )
         for leaf, values in new.items():
-            full_name = clean(f"{name}.{leaf}" if name else leaf)
-            entry = runtime.entry_of[id(modules[name]._parameters[leaf])]
-            if entry.name == full_name:  # a tied one has the values of its first place
+            entry = runtime.entry_of[id(fill.module._parameters[leaf])]
+            filled.add(entry.name)
+            if entry.name == _full(fill.name, leaf):  # a tied one has the values of its first place
                 entry.piece_of(entry.unit.shard).copy_(entry.spec.cut(values))
     if not torch.equal(own, shared):
         torch.set_rng_state(own)
+    _check_filled({entry.name for entry in runtime.entry_of.values()} - filled, model, fills)
 
 
-@contextlib.contextmanager
-def _whole_and_new(module: nn.Module, name: str, runtime: Runtime) -> Iterator[dict[str, torch.Tensor]]:
-    """The module's own parameters, and its buffers on the meta device, are new tensors on the CPU that await values.
+def _check_filled(missing: set[str], model: nn.Module, fills: list[Fill]) -> None:
+    missing = missing | {clean(name) for name, buffer in model.named_buffers() if _on_meta(buffer)}
+    if missing:
+        name = min(missing)
+        how = [fill.how for fill in fills if clean(fill.name) == name.rpartition(".")[0]]
+        raise ShardError(f"{' and '.join(how)} leaves {name} without a value. {REMEDY}")
 
-    Afterwards the parameters are back, and the yielded dict has the values; the buffers stay, on the model's device.
+
+def _filled(fill: Fill, runtime: Runtime) -> dict[str, torch.Tensor]:
+    """Calls it with new tensors on the CPU in place of the module's own parameters, and of its buffers on the meta device.
+
+    -> the values of the parameters it has filled. Buffers it has filled stay, on the model's device.
     """
-    kept = dict(module._parameters)
-    fresh: dict[str, torch.Tensor] = {}
-    new: dict[str, torch.Tensor] = {}
+    module = fill.module
+    params, buffers = dict(module._parameters), dict(module._buffers)
     device = runtime.units[0].shard.device if runtime.units else torch.device("cpu")
-    for leaf, param in kept.items():
+    fresh: dict[str, torch.Tensor] = {}
+    for leaf, param in params.items():
         if param is not None:
             values = _unset(tuple(param.shape), param.dtype)
             module._parameters[leaf] = whole = nn.Parameter(values, requires_grad=param.requires_grad)
             fresh[leaf] = whole
-    for leaf, buffer in module._buffers.items():
+    for leaf, buffer in buffers.items():
         if buffer is not None and _on_meta(buffer):
             fresh[leaf] = module._buffers[leaf] = _unset(tuple(buffer.shape), buffer.dtype)
     versions = {leaf: tensor._version for leaf, tensor in fresh.items()}
     try:
-        yield new
-        for leaf, tensor in fresh.items():
-            now = module._parameters.get(leaf) if leaf in kept else module._buffers.get(leaf)
-            if now is None or (now is tensor and tensor._version == versions[leaf] and _is_unset(tensor)):
-                where = clean(f"{name}.{leaf}" if name else leaf)
-                raise ShardError(f"reset_parameters of {type(module).__name__} leaves {where} without a value")
-            if leaf in kept:
-                new[leaf] = now.detach()
-            else:
-                module._buffers[leaf] = now.to(device)
+        fill.call()
+        now = {leaf: module._parameters.get(leaf) if leaf in params else module._buffers.get(leaf) for leaf in fresh}
     finally:
-        module._parameters.update(kept)
+        module._parameters.update(params)
+    values = {}
+    for leaf, tensor in fresh.items():
+        got = now[leaf]
+        touched = got is not None and (got is not tensor or tensor._version != versions[leaf] or not _is_unset(tensor))
+        if got is not None and touched and got.is_floating_point() and bool(got.isnan().any()):
+            raise ShardError(f"{fill.how} leaves part of {_full(fill.name, leaf)} as it is. {REMEDY}")
+        if leaf in params:
+            values.update({leaf: got.detach()} if got is not None and touched else {})
+        else:
+            module._buffers[leaf] = got.to(device) if got is not None and touched else buffers[leaf]
+    return values
 
 
 def _mark(dtype: torch.dtype) -> Any:
@@ -187,7 +253,7 @@ def _unset(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _is_unset(tensor: torch.Tensor) -> bool:
     same = tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _mark(tensor.dtype)
-    return bool(tensor.numel() and same.all())
+    return bool(same.all())
 
 
 # ------------------------------------------------------------------------------------------ from files
@@ -213,12 +279,11 @@ def _match(stored: dict[str, Stored], model: nn.Module, runtime: Runtime) -> Non
             raise ShardError(f"{name} has shape {stored[name].shape} in {stored[name].path} and {shape} in the model")
 
 
-def _read(stored: dict[str, Stored], model: nn.Module, runtime: Runtime, builders: Builders) -> None:
+def _read(stored: dict[str, Stored], model: nn.Module, runtime: Runtime, fills: list[Fill]) -> None:
     modules = dict(model.named_modules())
     with torch.random.fork_rng(devices=[]):
-        for name, reset in builders.items():
-            with _whole_and_new(modules[name], name, runtime):
-                reset()
+        for fill in fills:
+            _filled(fill, runtime)
     for entry in runtime.entry_of.values():
         name = next(name for name in entry.names if name in stored)
         stored[name].read(entry.start, entry.piece_of(entry.unit.shard))
@@ -231,3 +296,4 @@ def _read(stored: dict[str, Stored], model: nn.Module, runtime: Runtime, builder
                 modules[home]._buffers[leaf] = values.to(runtime.units[0].shard.device)
             else:
                 buffer.copy_(values)
+    _check_filled(set(), model, fills)
