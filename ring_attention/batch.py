@@ -70,8 +70,18 @@ def shard(batch: Mapping[str, Any], layout: layouts.Layout, rank: int) -> dict[s
     if whole.get("position_ids") is None:
         device = next(x.device for x in whole.values() if isinstance(x, Tensor))
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
+    _check_positions(whole["position_ids"], S)
     dims = {name: _sequence_dim(name, x, shape) for name, x in whole.items()}
     return {name: x if (dim := dims[name]) is None else layout.shard(x, rank, dim) for name, x in whole.items()}
+
+
+def _check_positions(positions: Tensor, length: int) -> None:
+    """Positions that ran over are plain numbers again: only their dtype tells."""
+    dtype = positions.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or torch.iinfo(dtype).max < length - 1:
+        raise UsageError(
+            f"position_ids are {dtype}, which cannot count a sequence of {length} positions; make them with torch.int64"
+        )
 
 
 def _sequence_dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:

@@ -2,7 +2,7 @@
 
 from .api import shard
 from .checkpoint import export, load, materialize, save
-from .config import DivergenceError, Precision, ShardError, StallError
+from .config import DivergenceError, InputWarning, Precision, ShardError, StallError
 from .ema import EMA
 from .join import join
 from .memory import estimate
@@ -12,6 +12,7 @@ from .stats import stats
 __all__ = [
     "EMA",
     "DivergenceError",
+    "InputWarning",
     "Precision",
     "ShardError",
     "StallError",

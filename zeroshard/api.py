@@ -151,6 +151,10 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
     runtime = Runtime(units, scopes, topology, options, guard, ledger, hooks.at_end_of_backward)
     for module, scope in zip(homes, scopes, strict=True):
         hooks.watch_module(module, runtime, scope)
+    hooks.watch_batch(model, guard.rank)
+    for name, module in modules.items():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            hooks.watch_indices(module, name, guard.rank)
     compute = options.precision.compute if options.precision is not None else None
     if compute is not None:
         hooks.cast_calls(model, compute, back=False)

@@ -50,6 +50,10 @@ class Backward:
         return runtime
 
     @property
+    def under_way(self) -> bool:
+        return bool(self._tasks)
+
+    @property
     def deferred(self) -> bool:
         """Inside no_sync, at a stage that may keep whole gradients."""
         return self.no_sync_depth > 0 and not self.runtime.options.stage.release_grads

@@ -24,6 +24,10 @@ class StallError(ShardError):
     """A rank did not arrive within the group's timeout, or is gone; the text names it and what was waited for."""
 
 
+class InputWarning(UserWarning):
+    """A batch that would turn every rank's weights into NaN; `warnings.simplefilter("error", InputWarning)` stops there."""
+
+
 class Stage(enum.IntEnum):
     """What is cut over the ranks. Three booleans follow from it; no other code compares stage numbers."""
 

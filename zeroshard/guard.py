@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from . import comm
@@ -37,6 +38,7 @@ class Guard:
         self.prefix = ""
         self.members: list[int] = []
         self.verdict: str | None = None
+        self.place: Callable[[], str] = str  # where this rank is in its loop
         self._posted: Counter[str] = Counter()
         self._current: tuple[comm.Pending, float] | None = None
         self._published = ""
@@ -85,8 +87,8 @@ class Guard:
         waited = f"; it was waiting in {seen!r}" if seen else ""
         who = f"rank {peer}" if peer != self.rank else f"one of ranks {self.members}"
         text = (
-            f"{who} did not arrive at {label!r} (rank {self.rank} waited for it there){waited}. It is dead, stuck, or slower "
-            f"than the group's timeout allows: {_first_line(error)}"
+            f"{who} did not arrive at {label!r}{self.place()} (rank {self.rank} waited for it there){waited}. It is dead, "
+            f"stuck, or slower than the group's timeout allows: {_first_line(error)}"
         )
         with contextlib.suppress(Exception):  # the store may be gone with its host
             self.store.set(f"{self.prefix}/gave up/{self.rank}", text)

@@ -7,6 +7,7 @@ frozen and unfrozen keeps its hooks; they know the engine weakly, so that nothin
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from .config import InputWarning, ShardError
 from .entry import Entry
 from .runtime import Runtime, Scope
 
@@ -70,6 +72,56 @@ def cast_calls(module: nn.Module, dtype: torch.dtype, back: bool) -> None:
     module.register_forward_pre_hook(cast.before, with_kwargs=True)
     if back:
         module.register_forward_hook(cast.after)
+
+
+# ------------------------------------------------------------------------------------------ what users pass in
+
+
+def watch_batch(model: nn.Module, rank: int) -> None:
+    """Warns of a batch in training that is empty, or on the CPU has a NaN: after the next reduction every rank has it.
+
+    A NaN may be meant, where a mask leaves it out, so nothing is refused. On a GPU asking for values would wait for it.
+    """
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        named = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        tensors = {name: value for name, value in named.items() if type(value) is torch.Tensor}
+        found = [f"its input {name!r} holds NaN" for name, value in tensors.items() if _holds_nan(value)]
+        if tensors and all(not value.numel() for value in tensors.values()):
+            found.append(f"its inputs {', '.join(map(repr, tensors))} are empty, and a mean over nothing is NaN")
+        for what in found:
+            text = f"rank {rank}, call of {type(model).__name__}: {what}; it would spread to the weights of all ranks"
+            warnings.warn(text, InputWarning, stacklevel=2)
+
+    model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+def _holds_nan(value: torch.Tensor) -> bool:
+    seen = value.device.type == "cpu" and value.is_floating_point() and value.numel() > 0
+    return seen and bool(value.detach().aminmax()[0].isnan())
+
+
+def watch_indices(module: nn.Embedding | nn.EmbeddingBag, name: str, rank: int) -> None:
+    """Refuses ids beyond the table, on the CPU, before the table is gathered: the other ranks would wait for this one."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        ids = args[0] if args else kwargs.get("input")
+        if torch.compiler.is_compiling() or type(ids) is not torch.Tensor or ids.device.type != "cpu" or not ids.numel():
+            return
+        low, high = (int(end) for end in ids.aminmax())
+        rows = module.weight.shape[0]
+        if low < 0 or high >= rows:
+            raise ShardError(
+                f"rank {rank}: {name} has {rows} rows, and was given ids from {low} to {high}. Use the tokenizer of the model, "
+                "or for positions no longer sequences than it has rows"
+            )
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+# ------------------------------------------------------------------------------------------ backward
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

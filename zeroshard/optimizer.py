@@ -169,6 +169,7 @@ class Stepper:
         self.unswap()
         publish([stepped[index] for index in sorted(stepped)], self.runtime)
         self._announced.close()
+        self.runtime.counters.steps += optimizer is self.runtime.optimizers[0]()
         if len(optimizer.state) != self._num_states:
             self._num_states = len(optimizer.state)
             self.runtime.ledger.count_optimizers(self.runtime.optimizers)

@@ -39,6 +39,7 @@ class Counters:
     reductions: int = 0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
+    steps: int = 0  # of the first optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,14 @@ class Runtime:
         self._open: dict[int, set[saved.Use]] = {unit.index: set() for unit in units}
         for unit in units:
             unit.runtime = weakref.ref(self)
+        ref = weakref.ref(self)
+        guard.place = lambda: "" if (runtime := ref()) is None else runtime.place
+
+    @property
+    def place(self) -> str:
+        """Where this rank is in its loop, as errors tell it. Steps are counted since `shard`."""
+        phase = "in backward, " if self.backward.under_way else "in forward, " if self._depth else ""
+        return f" {phase}step {self.counters.steps + 1}"
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardError(
@@ -102,8 +111,12 @@ class Runtime:
         self.backward.forward_starts()
         if self._depth == 0:
             self.schedule.begin(self._phase)
-        self.need(scope.units, scope.index, self._phase)
         self._depth += 1
+        try:
+            self.need(scope.units, scope.index, self._phase)
+        except BaseException:  # this call never began
+            self._depth -= 1
+            raise
         for unit in scope.units:
             unit.expose()
             self._begin_use(unit, scope.index)
@@ -116,7 +129,7 @@ class Runtime:
 
     def after_forward(self, scope: Scope) -> None:
         if not self._entered or self._entered[-1][0] is not scope:
-            return  # before_forward raised: this call never began
+            return  # before_forward raised
         if self._entered.pop()[1]:
             saved.pop()
         self._depth -= 1
