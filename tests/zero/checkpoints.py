@@ -49,6 +49,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "adamw": lambda model: adamw(trainable(model)),
     "sgd": lambda model: sgd(trainable(model)),
     "nadam": lambda model: torch.optim.NAdam(trainable(model)),
+    "asgd": lambda model: torch.optim.ASGD(trainable(model), lr=0.01),
+    "amsgrad": lambda model: torch.optim.Adam(trainable(model), lr=0.01, amsgrad=True),
     "adafactor": lambda model: torch.optim.Adafactor(trainable(model)),
     "codes": lambda model: Codes(trainable(model)),
     "list": two_kinds,

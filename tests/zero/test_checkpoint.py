@@ -50,6 +50,8 @@ CHECKED = [
     ("tied", "nadam", 3, 1),
     ("scalars", "adamw", 2, 0),
     ("scalars", "nadam", 2, 3),
+    ("scalars", "asgd", 2, 3),
+    ("scalars", "amsgrad", 3, 1),
     ("lora", "sgd", 2, 3),
     ("unused", "adamw", 2, 2),
     ("batchnorm", "sgd", 2, 3),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -79,5 +80,20 @@ def test_dcp_to_torch_save_gives_a_state_dict_of_the_plain_model(ranks: RankPool
     plain = CASES["tied"].build(5)
     plain.load_state_dict(state["model"], strict=True)
     assert_equal(dict(plain.state_dict()), whole)
+    plain.load_state_dict(whole, strict=True)
     assert set(state["optim"]["state"]) == {name for name, _ in plain.named_parameters()}
     assert state["optim"]["param_groups"][0]["params"] == [name for name, _ in plain.named_parameters()]
+
+
+def load_converted(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
+    model, _ = pair("tied", "adamw", seed=5, stage=3)
+    assert zeroshard.load(path, model) is None
+    return zeroshard.full_state_dict(model)
+
+
+def test_what_torch_save_wrote_is_loaded_after_torch_save_to_dcp(ranks: RankPools, tmp_path: pathlib.Path) -> None:
+    want = CASES["tied"].build(3).state_dict()
+    torch.save({"model": want}, tmp_path / "plain.pt")
+    torch_save_to_dcp(tmp_path / "plain.pt", tmp_path / "checkpoint")
+    for whole in ranks(2).run(load_converted, str(tmp_path / "checkpoint")):
+        assert_equal(whole, dict(want))

@@ -22,7 +22,7 @@ import torch
 from .contents import Part
 from .plan import boxes
 
-_BLOCK = 1 << 22
+_BLOCK_BYTES = 1 << 20
 
 
 def crc_name(crc: int) -> str:
@@ -118,12 +118,13 @@ def sync_folder(path: pathlib.Path) -> None:
 def damage(root: pathlib.Path, files: dict[str, tuple[int, str]]) -> list[str]:
     """What is wrong with `files`: one text for each that is not as it was written."""
     found = []
+    block = memoryview(bytearray(_BLOCK_BYTES))
     for name, (size, crc) in sorted(files.items()):
         try:
             actual, total = 0, 0
-            with open(root / name, "rb") as file:
-                while block := file.read(_BLOCK):
-                    total, actual = total + len(block), zlib.crc32(block, actual)
+            with open(root / name, "rb", buffering=0) as file:
+                while nbytes := file.readinto(block):
+                    total, actual = total + nbytes, zlib.crc32(block[:nbytes], actual)
         except OSError as error:
             found.append(f"{name} cannot be read: {error.strerror or error}")
             continue

@@ -180,18 +180,19 @@ def _build(model: nn.Module, runtime: Runtime, fills: list[Fill], states: list[b
     for fill in fills:
         before = torch.get_rng_state() if fill.alone else None
         new = _filled(fill, runtime)
-        leaf = next((leaf for leaf, param in fill.module._parameters.items() if param is not None), None)
-        if leaf is not None and before is not None and not torch.equal(before, torch.get_rng_state()):
+        first = next((leaf for leaf, param in fill.module._parameters.items() if param is not None), None)
+        if first is not None and before is not None and not torch.equal(before, torch.get_rng_state()):
             raise ShardError(
-                f"{_full(fill.name, leaf)}: its module, a {type(fill.module).__name__}, has no reset_parameters, and the "
+                f"{_full(fill.name, first)}: its module, a {type(fill.module).__name__}, has no reset_parameters, and the "
                 f"{fill.how} draws random numbers for it; whether its constructor draws some too cannot be known, so a CPU "
                 f"build with the same seed cannot be repeated. {REMEDY}"
             )
-        for leaf, values in new.items():
+        for leaf in list(new):  # gone before the next module's are made
             entry = runtime.entry_of[id(fill.module._parameters[leaf])]
             filled.add(entry.name)
             if entry.name == _full(fill.name, leaf):  # a tied one has the values of its first place
-                entry.piece_of(entry.unit.shard).copy_(entry.spec.cut(values))
+                entry.piece_of(entry.unit.shard).copy_(entry.spec.cut(new.pop(leaf)))
+        new.clear()
     if not torch.equal(own, shared):
         torch.set_rng_state(own)
     _check_filled({entry.name for entry in runtime.entry_of.values()} - filled, model, fills)
