@@ -106,7 +106,7 @@ def _holds_nan(value: torch.Tensor) -> bool:
 def watch_indices(module: nn.Embedding | nn.EmbeddingBag, name: str, rank: int) -> None:
     """Refuses ids beyond the table, on the CPU, before the table is gathered: the other ranks would wait for this one."""
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(module: Any, args: Any, kwargs: Any) -> None:
         ids = args[0] if args else kwargs.get("input")
         if torch.compiler.is_compiling() or type(ids) is not torch.Tensor or ids.device.type != "cpu" or not ids.numel():
             return

@@ -122,7 +122,9 @@ def _fills(model: nn.Module) -> list[Fill]:
         if reset is not None:
             fills.append(Fill(name, module, reset, f"reset_parameters of {type(module).__name__}"))
         function = _initializer_of(module)
-        for inner_name, inner in _in_build_order(module, name) if function is not None else ():
+        if function is None:
+            continue
+        for inner_name, inner in _in_build_order(module, name):
             if id(inner) not in initialized:
                 initialized.add(id(inner))
                 how = f"_init_weights of {type(module).__name__}"
@@ -229,17 +231,17 @@ def _filled(fill: Fill, runtime: Runtime) -> dict[str, torch.Tensor]:
         now = {leaf: module._parameters.get(leaf) if leaf in params else module._buffers.get(leaf) for leaf in fresh}
     finally:
         module._parameters.update(params)
-    values = {}
+    filled: dict[str, torch.Tensor] = {}
     for leaf, tensor in fresh.items():
         got = now[leaf]
         touched = got is not None and (got is not tensor or tensor._version != versions[leaf] or not _is_unset(tensor))
         if got is not None and touched and got.is_floating_point() and bool(got.isnan().any()):
             raise ShardError(f"{fill.how} leaves part of {_full(fill.name, leaf)} as it is. {REMEDY}")
-        if leaf in params:
-            values.update({leaf: got.detach()} if got is not None and touched else {})
-        else:
+        if leaf not in params:
             module._buffers[leaf] = got.to(device) if got is not None and touched else buffers[leaf]
-    return values
+        elif got is not None and touched:
+            filled[leaf] = got.detach()
+    return filled
 
 
 def _mark(dtype: torch.dtype) -> Any:
