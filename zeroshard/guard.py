@@ -91,7 +91,8 @@ class Guard:
             f"stuck, or slower than the group's timeout allows: {_first_line(error)}"
         )
         with contextlib.suppress(Exception):  # the store may be gone with its host
-            self.store.set(f"{self.prefix}/gave up/{self.rank}", text)
+            if not self._read(f"gave up/{self.rank}"):  # what fails later fails for the same reason
+                self.store.set(f"{self.prefix}/gave up/{self.rank}", text)
         return StallError(text)
 
     def _raise_verdict(self) -> None:
