@@ -71,7 +71,7 @@ def shard(batch: Mapping[str, Any], layout: layouts.Layout, rank: int) -> dict[s
         device = next(x.device for x in whole.values() if isinstance(x, Tensor))
         whole["position_ids"] = torch.arange(S, device=device).expand(B, S)
     _check_positions(whole["position_ids"], S)
-    dims = {name: _sequence_dim(name, x, shape) for name, x in whole.items()}
+    dims = {name: sequence_dim(name, x, shape) for name, x in whole.items()}
     return {name: x if (dim := dims[name]) is None else layout.shard(x, rank, dim) for name, x in whole.items()}
 
 
@@ -84,7 +84,7 @@ def _check_positions(positions: Tensor, length: int) -> None:
         )
 
 
-def _sequence_dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
+def sequence_dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
     """Along which dim a value of the batch is split; None leaves it as it is."""
     if not isinstance(x, Tensor):
         return None

@@ -185,15 +185,16 @@ def agree(teams: Sequence[Team], call: Call) -> Answer:
     text = json.dumps(call.described)
     checksum = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     lengths = [*call.lengths, *[0] * (NUM_LENGTHS - len(call.lengths))]
-    told = _spread(teams, torch.tensor([checksum, call.problem is not None, secrets.randbits(62), dist.get_rank(), *lengths]))
+    told = everyones(teams, torch.tensor([checksum, call.problem is not None, secrets.randbits(62), dist.get_rank(), *lengths]))
     rows: list[list[int]] = told.tolist()
     if any(row[1] or row[0] != rows[0][0] for row in rows):
         _complain(teams, [row[3] for row in rows], json.dumps([call.described, call.problem]))
     return Answer([tuple(row[4:]) for row in rows], rows[0][2])
 
 
-def _spread(teams: Sequence[Team], x: Tensor) -> Tensor:
-    """Every rank's `x`, row-major over the teams: the last team first, then what it gathered over the one before."""
+def everyones(teams: Sequence[Team], x: Tensor) -> Tensor:
+    """Every rank's `x`, a small CPU tensor, row-major over the teams: the last one first, then what it gathered over
+    the one before."""
     told = x[None]
     for team in reversed(teams):
         told = torch.cat(team.spread(told))
@@ -203,10 +204,10 @@ def _spread(teams: Sequence[Team], x: Tensor) -> Tensor:
 def _complain(teams: Sequence[Team], ranks: list[int], text: str) -> None:
     """Everybody tells everybody in words, and raises the same."""
     coded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    sizes = _spread(teams, torch.tensor([len(coded)]))[:, 0].tolist()
+    sizes = everyones(teams, torch.tensor([len(coded)]))[:, 0].tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(coded)] = coded
-    texts = [bytes(row[:size].tolist()) for row, size in zip(_spread(teams, padded), sizes, strict=True)]
+    texts = [bytes(row[:size].tolist()) for row, size in zip(everyones(teams, padded), sizes, strict=True)]
     told = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
     problems = {rank: problem for rank, (_, problem) in told.items() if problem is not None}
     if problems:
@@ -288,6 +289,15 @@ def gather(teams: Sequence[Team], x: Tensor, lengths: Sequence[int]) -> Tensor:
         counts = [sum(lengths[first + rank * held : first + (rank + 1) * held]) for rank in range(team.size)]
         x = torch.cat(all_to_all(team, [x] * team.size, [(count, *x.shape[1:]) for count in counts], SHARDS))
         held *= team.size
+    return x
+
+
+def broadcast(teams: Sequence[Team], x: Tensor, source: int) -> Tensor:
+    """The `x` of one rank (row-major over the teams) on all; every rank brings one of the same shape."""
+    for team in reversed(teams):
+        source, at = divmod(source, team.size)
+        sends = [x if team.rank == at else x[:0]] * team.size
+        x = all_to_all(team, sends, [tuple(x.shape) if peer == at else (0,) for peer in range(team.size)], SHARDS)[at]
     return x
 
 

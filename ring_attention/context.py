@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ring_attention import batch as batches
 from ring_attention import comm, loss
+from ring_attention import decode as decoding
 from ring_attention.batch import IGNORE_INDEX
 from ring_attention.comm import Group, Team
 from ring_attention.errors import UsageError
@@ -47,8 +48,9 @@ class ContextParallel:
         self._layout, self._strategy = layout, strategy
         self._attached: list[transformers.Attachment] = []
         self._entered: list[Inside] = []
+        self._counted_over: set[int] = set()  # numbers of ranks that num_tokens has been asked to count over
         self._whole: Layout | None = None  # of the last batch, where the layout depends on it
-        self.sharding = self._sharding(None, None)
+        self.sharding = self._sharding(None, None, None)
 
     # -- batches and tensors
     @overload
@@ -64,12 +66,15 @@ class ContextParallel:
         """
         if isinstance(x, Tensor):
             return self.layout(x.shape[dim]).shard(x, self.rank, dim)
-        documents = batches.documents_of(x)
-        seq_len = batches.whole_shape(x)[1]
-        whole = self._layout.build(Mask(causal=True, documents=documents), seq_len, self.world_size)
+        whole, self.sharding = self.placed(batches.documents_of(x), batches.whole_shape(x)[1])
+        self.sharding.counted = x.get("position_ids") is None
         self._whole = whole if self._layout.needs_mask else None
-        self.sharding = self._sharding(documents, seq_len)
         return batches.shard(x, whole, self.rank)
+
+    def placed(self, documents: Tensor | None, seq_len: int) -> tuple[Layout, Sharding]:
+        """How a whole sequence of this length is split; changes nothing."""
+        whole = self._layout.build(Mask(causal=True, documents=documents), seq_len, self.world_size)
+        return whole, self._sharding(documents, seq_len, whole if self._layout.needs_mask else None)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor, in order, on every rank. In backward a part's gradient is the sum of all ranks'."""
@@ -85,8 +90,8 @@ class ContextParallel:
         """Global positions of this rank's tokens, ascending. int64 `[S_local]`"""
         return self.layout(seq_len).positions(self.rank)
 
-    def _sharding(self, documents: Tensor | None, seq_len: int | None) -> Sharding:
-        layout = self._layout.pending(self.world_size) if self._whole is None else self._whole.spec
+    def _sharding(self, documents: Tensor | None, seq_len: int | None, whole: Layout | None) -> Sharding:
+        layout = self._layout.pending(self.world_size) if whole is None else whole.spec
         return Sharding(self._groups, layout, self._strategy, documents, seq_len)
 
     # -- attention
@@ -102,11 +107,21 @@ class ContextParallel:
         if error is None:
             self._check_attached()
 
+    @property
+    def active(self) -> bool:
+        """Whether attention sees whole sequences at this moment: in this thread, or in a backward pass, inside `with cp`."""
+        return any(inside.active for inside in self._entered)
+
     def attach(self, model: nn.Module) -> None:
         """Lets a transformers model take its attention from here inside `with cp`.
 
+        `with cp: model.generate(...)` is given the whole prompt on every rank, padded on the left, and answers with the
+        whole sequences on every rank. Keys and values stay sharded: each position is on one rank. Greedy tokens are
+        those of one process; sampling draws from rank 0's generator.
+
         Raises:
-            UsageError: the model computes attention by itself, or has layers that carry state along the sequence.
+            UsageError: the model computes attention by itself, takes no `position_ids`, or has layers that carry state
+                along the sequence.
         """
         model = transformers.unwrapped(model)
         attachment = transformers.attach(model)
@@ -128,6 +143,30 @@ class ContextParallel:
                     "attend to its own tokens only. Detach the model first, or attach it again"
                 )
 
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, *,
+        scale: float | None = None, sinks: Tensor | None = None, softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of queries that all ranks hold alike over keys of which each is on exactly one rank.
+
+        For decoding loops with a key/value cache of their own: prefill leaves each rank the keys of its part of the
+        prompt, a new token's key is kept by one rank, and every query sees all keys given.
+
+        Args:
+            query: `[B, Hq, L, D]`, the same on every rank.
+            key: `[B, Hkv, K, D]`, this rank's part; K may differ between ranks and be 0.
+            value: `[B, Hkv, K, Dv]`.
+            scale, sinks, softcap: as in `ring_attention`.
+
+        Returns:
+            `[B, Hq, L, Dv]`, the same bits on every rank.
+
+        Raises:
+            UsageError: shapes or dtypes that do not fit, a call that wants a gradient, on all ranks.
+            DivergenceError: the ranks disagree.
+        """
+        return decoding.decode(self._teams, query, key, value, scale, sinks, softcap)
+
     def explain(self) -> str:
         """The strategy of the last attention call, and why."""
         return self.sharding.explain()
@@ -147,9 +186,13 @@ class ContextParallel:
             logits: `[..., V]` of this rank's tokens.
             shift_labels: `[...]`, shifted already.
             tokens: the number of valid tokens of all ranks whose gradients are averaged, where replicas hold different
-                counts: `num_tokens(shift_labels, group=...)`, or a plain number counted over all ranks of the job.
+                counts: `num_tokens(shift_labels, group=...)`, results of arithmetic with it included, or a plain number
+                counted over all ranks of the job.
+
+        Raises:
+            UsageError: a plain number, where this context has counted over fewer ranks than the job has.
         """
-        return loss.cross_entropy(logits, shift_labels, self._teams, ignore_index, tokens)
+        return loss.cross_entropy(logits, shift_labels, self._teams, ignore_index, self._known(tokens))
 
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, shift_labels: Tensor, ignore_index: int = IGNORE_INDEX, *,
@@ -162,9 +205,25 @@ class ContextParallel:
             weight: `[V, E]`.
             chunk_tokens: how many tokens' logits exist at a time; at most 2,048 by default.
         """
+        tokens = self._known(tokens)
         return loss.linear_cross_entropy(hidden, weight, shift_labels, self._teams, ignore_index, tokens, bias, chunk_tokens)
 
     def num_tokens(self, shift_labels: Tensor, group: Group | None = None, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Number of valid labels, summed over `group`, or over the ranks of this context. int64 scalar"""
+        """Number of valid labels, summed over `group`, or over the ranks of this context. int64 scalar
+
+        The tensor knows over how many ranks it was counted, which a loss given it as `tokens=` needs to know.
+        """
         teams = self._teams if group is None else [Team(name) for name in comm.group_names(group).split("|")]
-        return loss.num_tokens(shift_labels, teams, ignore_index)
+        count = loss.num_tokens(shift_labels, teams, ignore_index)
+        self._counted_over.add(count.num_ranks)
+        return count
+
+    def _known(self, tokens: Tensor | int | None) -> Tensor | int | None:
+        """Refuses a plain number that may be such a count with the number of its ranks lost, by `.item()` for instance."""
+        others = self._counted_over - {comm.num_ranks()}
+        if tokens is not None and not isinstance(tokens, loss.TokenCount) and others:
+            self.sharding.refuse(
+                f"tokens is a plain number, which stands for a count over all {comm.num_ranks()} ranks of the job, but "
+                f"num_tokens has counted over {max(others)}: pass what num_tokens(shift_labels, group=...) returned"
+            )
+        return tokens

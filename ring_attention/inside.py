@@ -1,14 +1,17 @@
 """What a sequence in parts means for attention calls that know nothing of it: `scaled_dot_product_attention` anywhere
 in a model, while `with cp:` is open.
 
-Code that took the function out of `torch.nn.functional` by `from ... import` beforehand is not reached; it can call
-`ring_attention` itself.
+The function is replaced where it stands, in `torch.nn.functional`. Code that took it out of there beforehand, and
+attention by other names, is seen by a torch function mode: the first goes the same way, the rest is refused by name.
+What cannot be seen is attention written by hand, and extensions that do not register their operations with torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +31,7 @@ class Sharding:
     """How the sequence at hand is split: what attention needs to know besides its own arguments.
 
     layout: a layout's spec, whose seq_len may be pending. documents: ids of the whole sequence, or None.
-    seq_len: length of the whole sequence, None before a batch was seen.
+    seq_len: length of the whole sequence, None before a batch was seen. counted: whether `cp.shard` added the positions.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Sharding:
     ) -> None:
         self.groups, self.layout, self.strategy = groups, layout, strategy
         self.documents, self.seq_len = documents, seq_len
+        self.counted = False
         self._masks: dict[tuple[bool, Window | None], Mask] = {}
         self._last: tuple[Sizes, Mask, torch.device] | None = None
 
@@ -93,6 +97,9 @@ class Holder(Protocol):
 
     sharding: Sharding
 
+    def placed(self, documents: Tensor | None, seq_len: int) -> tuple[layouts.Layout, Sharding]:
+        """How a whole sequence of this length is split; changes nothing."""
+
 
 class Inside:
     """Open while `with cp:` is: attention means the whole sequence, in this thread and in backward passes.
@@ -105,6 +112,7 @@ class Inside:
         self.holder = holder
         self.paused = False
         self.closed = True
+        self._instead: Sharding | None = None
         self._thread = threading.get_ident()
         self._attention, self._multi_head = self.attention, self.multi_head
         # calls in a reentrant checkpoint whose recomputation is still to come
@@ -125,7 +133,7 @@ class Inside:
             F.scaled_dot_product_attention = top.plain_attention
             F.multi_head_attention_forward = top.plain_multi_head
         if self._unfinished > 0 and not failed:
-            self.holder.sharding.refuse(
+            self.sharding.refuse(
                 "a checkpoint with use_reentrant=True around scaled_dot_product_attention recomputes after `with cp` is "
                 "left, where attention sees local tokens only: run backward inside `with cp`, or attach the model"
             )
@@ -135,6 +143,19 @@ class Inside:
         """Not closed, not paused, and asked from its own thread or from a backward pass."""
         here = self._thread == threading.get_ident() or torch._C._current_graph_task_id() != -1
         return here and not self.closed and not self.paused
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.holder.sharding if self._instead is None else self._instead
+
+    @contextlib.contextmanager
+    def using(self, sharding: Sharding) -> Iterator[None]:
+        """Another sharding than the batch's, for a forward of its own such as one of generation."""
+        before, self._instead = self._instead, sharding
+        try:
+            yield
+        finally:
+            self._instead = before
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -147,7 +168,7 @@ class Inside:
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
             self._count_checkpoints()
-        sharding = self.holder.sharding
+        sharding = self.sharding
         if dropout_p > 0:
             sharding.refuse(f"dropout_p={dropout_p}: attention dropout over a split sequence is not exact; set it to 0")
         if attn_mask is not None:
@@ -162,13 +183,18 @@ class Inside:
             sharding.refuse(
                 f"query has {query.shape[1]} heads, key {key.shape[1]}: scaled_dot_product_attention needs enable_gqa"
             )
+        if query.shape[2] == 1 < key.shape[2]:
+            sharding.refuse(
+                f"one query for {key.shape[2]} keys: a step of decoding, or a pooling? Which rank holds which key cannot be "
+                "told from the call. Keep each key on exactly one rank and call cp.decode(query, key, value)"
+            )
         out = sharding.attend(query, key, value, sharding.mask(is_causal, None), scale)
         return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
 
     def multi_head(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the place of `multi_head_attention_forward`, which computes attention by itself if weights are wanted."""
         if kwargs.get("need_weights", True) and not torch.compiler.is_compiling() and self.active:
-            self.holder.sharding.refuse(
+            self.sharding.refuse(
                 "nn.MultiheadAttention with need_weights=True: attention weights of a split sequence are not at hand; "
                 "pass need_weights=False"
             )

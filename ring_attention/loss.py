@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ring_attention import comm
 from ring_attention.comm import Call, Team
+from ring_attention.errors import UsageError
 
 CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 1 << 21  # logits of one chunk, so that a small vocabulary does not mean one big chunk
@@ -48,12 +50,38 @@ def linear_cross_entropy(
     return _mean(total, labels, teams, ignore_index, tokens)
 
 
-def num_tokens(labels: Tensor, teams: list[Team], ignore_index: int) -> Tensor:
+def num_tokens(labels: Tensor, teams: list[Team], ignore_index: int) -> TokenCount:
     """Number of valid labels over all ranks, int64."""
     comm.agree(teams, Call({"call": "num_tokens"}))
-    count = comm.sum_over(teams, (labels != ignore_index).sum())
-    count.num_ranks = comm.total(teams)  # type: ignore[attr-defined]
-    return count
+    return TokenCount.over(comm.total(teams), comm.sum_over(teams, (labels != ignore_index).sum()))
+
+
+class TokenCount(Tensor):
+    """A number of tokens that knows over how many ranks it was counted, and so do the results of arithmetic with it.
+
+    A plain number in its place stands for a count over all ranks of the job.
+    """
+
+    num_ranks: int
+
+    @staticmethod
+    def over(num_ranks: int, count: Tensor) -> TokenCount:
+        made = count.as_subclass(TokenCount)
+        made.num_ranks = num_ranks
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises UsageError for counts over different numbers of ranks in one expression."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        counts = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TokenCount)]
+        ranks = {x.__dict__["num_ranks"] for x in counts if "num_ranks" in x.__dict__}
+        if len(ranks) > 1:
+            raise UsageError(f"counts of tokens over {' and '.join(map(str, sorted(ranks)))} ranks in one expression")
+        for x in tree_leaves(result):
+            if ranks and isinstance(x, TokenCount):
+                x.num_ranks = next(iter(ranks))
+        return result
 
 
 def _agree(name: str, what: str, shape: torch.Size, labels: Tensor, teams: list[Team], tokens: Tensor | int | None) -> int:
@@ -73,8 +101,8 @@ def _mean(total: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, t
     summed, count = comm.sum_over(teams, counted)
     ranks = size = comm.total(teams)
     if tokens is not None:
-        ranks = getattr(tokens, "num_ranks", comm.num_ranks())
-        count = torch.as_tensor(tokens, dtype=torch.float64, device=total.device)
+        ranks = tokens.num_ranks if isinstance(tokens, TokenCount) else comm.num_ranks()
+        count = torch.as_tensor(float(tokens), dtype=torch.float64, device=total.device)
     count = count.clamp(min=1)
     value = summed * ranks / (size * count)  # its mean over replicas is the mean over all their tokens
     return Shared.apply(total, value.to(total.dtype), (ranks / count).to(total.dtype))

@@ -62,7 +62,7 @@ class Asked:
     ) -> Asked:  # fmt: skip
         request, (query, key, value) = Request.parse(text), inputs
         teams = [Team(name) for name in request.groups.split("|")]
-        problem = _input_problem(query, key, value, sinks, softcap) or _request_problem(request, tensors, teams, query)
+        problem = input_problem(query, key, value, sinks, softcap) or _request_problem(request, tensors, teams, query)
         if problem is None and table is not None and request.strategy in ("ulysses", "hybrid"):
             problem = f"strategy {request.strategy!r} cannot carry a mask_mod; use 'ring', 'gather' or 'auto'"
         sizes = Sizes.of(query, key, value)
@@ -176,7 +176,8 @@ class Setting:
 
 
 # ------------------------------------------------------------------------------------------------ checks
-def _input_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None) -> str | None:
+def input_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, softcap: float | None) -> str | None:
+    """What is wrong with the tensors of one call, if something is."""
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         return f"query, key and value must be [B, H, S, D]; shapes are {shapes}"

@@ -17,8 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ring_attention.decode import Cached
 from ring_attention.errors import UsageError
 from ring_attention.inside import Sharding, current
+from ring_attention.integrations import calls
 from ring_attention.masks import Window
 
 PREFIX = "ring_attention_"
@@ -36,6 +38,16 @@ class ShardedMask:
     sharding: Sharding
     causal: bool
     window: Window | None
+
+
+@dataclass(frozen=True)
+class CachedMask:
+    """The same over a sharded key/value cache."""
+
+    sharding: Cached
+    causal: bool
+    window: Window | None
+    chunk: int | None
 
 
 @dataclass
@@ -83,6 +95,7 @@ def attach(model: nn.Module) -> Attachment:
     if left:
         _select(model, before)
         raise UsageError(f"{type(model).__name__} does not take its attention from the registry ({', '.join(left)})")
+    calls.watch(model)
     return Attachment(weakref.ref(model), before, names)
 
 
@@ -90,6 +103,7 @@ def detach(attachment: Attachment) -> None:
     model = attachment.model()
     if model is not None and attachment.swapped() is None:
         _select(model, attachment.before)
+        calls.unwatch(model)
 
 
 # ------------------------------------------------------------------------------------------------ the two functions
@@ -100,12 +114,14 @@ def sharded_attention(
     """query [B, H, S, D], key and value [B, Hkv, S, D] -> [B, S, H, Dv]"""
     if isinstance(attention_mask, ShardedMask):
         return _attend(attention_mask, query, key, value, options), None
+    if isinstance(attention_mask, CachedMask):
+        return _attend_cached(attention_mask, query, key, value, options), None
     inside = current()
     if inside is None:
         return _plain(fallback, module)(module, query, key, value, attention_mask, **options)
     causal = options.get("is_causal")
     if attention_mask is not None or (getattr(module, "is_causal", False) if causal is None else causal):
-        inside.holder.sharding.refuse(
+        inside.sharding.refuse(
             f"{type(module).__name__} got an attention_mask of its own ({type(attention_mask).__name__}) inside "
             "`with cp`; tell padding and documents through cp.shard(batch)"
         )
@@ -123,11 +139,14 @@ def sharded_mask(fallback: str, **options: Any) -> Any:
     inside = current()
     if inside is None:
         return AttentionMaskInterface()[fallback](**options)
-    sharding = inside.holder.sharding
+    sharding = inside.sharding
+    if isinstance(sharding, Cached):
+        rule = Rule.read(options["mask_function"], sharding)
+        return CachedMask(sharding, rule.causal, rule.window, rule.chunk)
     if options["kv_length"] != options["q_length"]:
         sharding.refuse(
             f"a key/value cache of {options['kv_length']} tokens for {options['q_length']} queries inside `with cp`: "
-            "generate outside it"
+            "only generate of the attached model keeps one that is sharded"
         )
     padding = options.get("attention_mask")
     if padding is not None and sharding.documents is None and not bool(padding.all()):
@@ -137,16 +156,25 @@ def sharded_mask(fallback: str, **options: Any) -> Any:
 
 
 def _attend(mask: ShardedMask, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """[B, S, H, Dv]"""
+    rule = mask.sharding.mask(mask.causal, mask.window)
+    return mask.sharding.attend(query, key, value, rule, *_scores(mask.sharding, options)).transpose(1, 2).contiguous()
+
+
+def _attend_cached(mask: CachedMask, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """[B, S, H, Dv]"""
+    rule = mask.causal, mask.window, mask.chunk
+    return mask.sharding.over_cache((query, key, value), rule, *_scores(mask.sharding, options)).transpose(1, 2).contiguous()
+
+
+def _scores(sharding: Sharding, options: dict[str, Any]) -> tuple[float | None, Tensor | None, float | None]:
+    """scale, sinks, softcap of one layer's call; refuses what else it may ask for."""
     if options.get("dropout"):
-        mask.sharding.refuse(f"attention dropout {options['dropout']} over a split sequence is not exact; set it to 0")
+        sharding.refuse(f"attention dropout {options['dropout']} over a split sequence is not exact; set it to 0")
     for name in ("output_attentions", "head_mask", "position_bias", "attn_bias", "attention_bias"):
         if options.get(name) is not None and options[name] is not False:
-            mask.sharding.refuse(f"{name} cannot be carried over a split sequence")
-    out = mask.sharding.attend(
-        query, key, value, mask.sharding.mask(mask.causal, mask.window),
-        options.get("scaling"), options.get("s_aux"), options.get("softcap"),
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous()
+            sharding.refuse(f"{name} cannot be carried over a split sequence")
+    return options.get("scaling"), options.get("s_aux"), options.get("softcap")
 
 
 # ------------------------------------------------------------------------------------------------ reading a mask

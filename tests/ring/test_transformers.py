@@ -1,4 +1,4 @@
-"""Attached models of many families equal themselves in one process: logits, gradients, checkpoints, and what is refused."""
+"""Attached models equal themselves in one process: layouts, checkpoints, coming and going, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,53 +11,12 @@ import torch.distributed as dist
 
 import ring_attention as ra
 from tests.harness import RankPools
+from tests.ring.families import V, build
 
 transformers = pytest.importorskip("transformers")
 
-V, S = 61, 24
+S = 24
 PACKED = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)]).expand(2, S)
-HYBRID = ["sliding_attention", "full_attention"]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen3": {},
-    "Mistral": {"sliding_window": 5},
-    "Gemma2": {"sliding_window": 6, "attn_logit_softcapping": 5.0, "layer_types": HYBRID},
-    "Gemma3": {"config": "Gemma3TextConfig", "sliding_window": 6, "layer_types": HYBRID},
-    "Cohere2": {"sliding_window": 6, "layer_types": HYBRID},
-    "Phi3": {"sliding_window": 5, "pad_token_id": 0},
-    "Llama4": {
-        "config": "Llama4TextConfig", "attention_chunk_size": 7, "num_local_experts": 2, "intermediate_size_mlp": 48,
-        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "pad_token_id": 0,
-    },
-    "GptOss": {
-        "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": HYBRID,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "dtype": torch.float32,
-    },
-    "DeepseekV3": {
-        "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-        "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
-        "qk_nope_head_dim": 8, "first_k_dense_replace": 1, "head_dim": None, "dtype": torch.float32,
-    },
-    "ModernBert": {
-        "model": "ModernBertForMaskedLM", "local_attention": 6, "pad_token_id": 0, "head_dim": None,
-        "num_key_value_heads": None,
-    },
-}  # fmt: skip
-
-
-def build(name: str) -> torch.nn.Module:
-    options = {
-        "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "use_cache": False,
-        "initializer_range": 0.3,
-    } | FAMILIES[name]  # fmt: skip
-    dtype, model = options.pop("dtype", torch.float64), options.pop("model", f"{name}ForCausalLM")
-    config = options.pop("config", f"{name}Config")
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**{n: x for n, x in options.items() if x is not None})
-    return getattr(transformers, model)(made).to(dtype).train()
-
-
 def batch(kind: str) -> dict[str, torch.Tensor]:
     made = {"input_ids": torch.randint(V, (2, S), generator=torch.Generator().manual_seed(1))}
     if kind == "packed":
@@ -108,12 +67,6 @@ def errors_of(rank: int, world: int, name: str, kinds: list[str], layout: str, c
             worst = max(worst, float((total - grad).abs().max() / grad.abs().max().clamp(min=1e-2)))
         errors.append((float(error), worst))
     return errors
-
-
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_a_family_equals_itself(ranks: RankPools, name: str) -> None:
-    for errors in ranks(2).run(errors_of, name, ["plain", "padded", "packed"], "ZigZag", None):
-        assert max(max(pair) for pair in errors) < 2e-5, errors
 
 
 @pytest.mark.parametrize("layout", ["Contiguous", "Striped", "Balanced"])

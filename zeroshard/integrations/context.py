@@ -13,22 +13,10 @@ if TYPE_CHECKING:
 
 
 def context_parallel(mesh: Any) -> ContextParallel:
-    """A `ContextParallel` over `mesh` that knows whether it is inside its own `with`, as `active`."""
+    """A `ContextParallel` over `mesh`; the package is imported only when one is asked for."""
     from ring_attention import ContextParallel
 
-    class Entered(ContextParallel):
-        active = False
-
-        def __enter__(self) -> ContextParallel:
-            super().__enter__()
-            self.active = True
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.active = False
-            super().__exit__(*error)
-
-    return Entered(mesh)
+    return ContextParallel(mesh)
 
 
 def transformers_model(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -54,8 +42,7 @@ def _split_batches(model: torch.nn.Module, cp: ContextParallel) -> None:
 
     @functools.wraps(whole)
     def forward(self: torch.nn.Module, *args: Any, **batch: Any) -> Any:
-        split_already = getattr(cp, "active", False)
-        if split_already or not _is_sequence(batch):  # generation with a cache is local
+        if cp.active or not _is_sequence(batch):  # generation with a cache is local
             return whole(self, *args, **batch)
         with cp:
             return whole(self, *args, **split_batch(batch, cp))
@@ -65,7 +52,8 @@ def _split_batches(model: torch.nn.Module, cp: ContextParallel) -> None:
 
 
 def _is_sequence(batch: dict[str, Any]) -> bool:
-    return torch.is_tensor(batch.get("input_ids")) and batch.get("past_key_values") is None
+    cached = batch.get("cache") is not None or batch.get("past_key_values") is not None
+    return torch.is_tensor(batch.get("input_ids")) and not cached
 
 
 def split_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
