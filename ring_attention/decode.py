@@ -33,7 +33,8 @@ def decode(
         problem = "decoding has no gradient: call it under torch.no_grad()"
     told = {
         "call": "decode", "query": f"{query.dtype} {list(query.shape)}", "key/value heads": str(list(key.shape[1:2])),
-        "value head dim": str(list(value.shape[3:])), "scale": str(scale), "softcap": str(softcap), "sinks": str(sinks is not None),
+        "value head dim": str(list(value.shape[3:])), "scale": str(scale), "softcap": str(softcap),
+        "sinks": str(sinks is not None),
     }  # fmt: skip
     comm.agree(teams, Call(told, (key.shape[2] if key.dim() == 4 else 0,), problem))
     return attend(teams, query, key, value, None, scale, sinks, softcap)

@@ -1,17 +1,17 @@
 """What a sequence in parts means for attention calls that know nothing of it: `scaled_dot_product_attention` anywhere
 in a model, while `with cp:` is open.
 
-The function is replaced where it stands, in `torch.nn.functional`. Code that took it out of there beforehand, and
-attention by other names, is seen by a torch function mode: the first goes the same way, the rest is refused by name.
-What cannot be seen is attention written by hand, and extensions that do not register their operations with torch.
+The function is replaced where it stands, in `torch.nn.functional`, and in modules that took it out of there (captured.py).
+What cannot be seen is attention written by hand or called as an operation of `torch.ops`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from ring_attention import attention, comm, layouts
+from ring_attention.captured import Captured
 from ring_attention.comm import Call, Team
 from ring_attention.masks import Mask, Window
 from ring_attention.plan import MaskTensors
@@ -114,12 +115,14 @@ class Inside:
         self.closed = True
         self._instead: Sharding | None = None
         self._thread = threading.get_ident()
+        self._captured = Captured()
         self._attention, self._multi_head = self.attention, self.multi_head
         # calls in a reentrant checkpoint whose recomputation is still to come
         self._unfinished = 0
 
     def open(self) -> None:
         self.closed = False
+        self._captured.open(_refusing)
         self.plain_attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self._attention
         self.plain_multi_head, F.multi_head_attention_forward = F.multi_head_attention_forward, self._multi_head
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -132,6 +135,7 @@ class Inside:
         while (top := _installed()) is not None and top.closed:
             F.scaled_dot_product_attention = top.plain_attention
             F.multi_head_attention_forward = top.plain_multi_head
+        self._captured.close(None if top is None else top._captured)
         if self._unfinished > 0 and not failed:
             self.sharding.refuse(
                 "a checkpoint with use_reentrant=True around scaled_dot_product_attention recomputes after `with cp` is "
@@ -211,6 +215,22 @@ class Inside:
             if frame.f_code is CheckpointFunction.forward.__code__:
                 self._unfinished += any(frame.f_locals["ctx"].needs_input_grad)
                 return
+
+
+def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of an attention function that knows local tokens only."""
+
+    @functools.wraps(function)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        inside = current()
+        if inside is not None:
+            inside.sharding.refuse(
+                f"{name} inside `with cp` attends to this rank's tokens only; call scaled_dot_product_attention, or "
+                "ring_attention itself"
+            )
+        return function(*args, **kwargs)
+
+    return refuse
 
 
 def current() -> Inside | None:

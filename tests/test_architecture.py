@@ -76,6 +76,7 @@ ORDER = [
     "ring_attention/strategies.py",
     "ring_attention/setting.py",
     "ring_attention/attention.py",
+    "ring_attention/captured.py",
     "ring_attention/inside.py",
     "ring_attention/decode.py",
     "ring_attention/batch.py",

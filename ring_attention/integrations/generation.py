@@ -73,7 +73,9 @@ class ShardedCache(Cache):
         self.positions, self.seq_len = torch.cat([self.positions, positions]), seq_len
         self._kept = self._hidden = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Keeps this rank's part. Answers with what attention reads: the given ones at first, all kept ones later."""
         self._check(self._kept is not None, OUTSIDE)
         assert self._kept is not None
@@ -126,7 +128,8 @@ def _problem(model: Any, config: Any, cache: Any, kwargs: dict[str, Any]) -> str
         return "generate inside `with cp` needs the key/value cache: leave out use_cache=False"
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode not in MODES:
-        return f"generation mode {mode.value} inside `with cp`: only {', '.join(mode.value for mode in MODES)} keep a sharded cache"
+        known = ", ".join(mode.value for mode in MODES)
+        return f"generation mode {mode.value} inside `with cp`: only {known} keep a sharded cache"
     asked = [name for name in UNSUPPORTED if getattr(config, name, None)]
     return f"generate with {asked[0]} inside `with cp` cannot be carried over a split sequence" if asked else None
 

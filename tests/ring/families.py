@@ -13,7 +13,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3": {},
     "Mistral": {"sliding_window": 5},
-    "Mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1, "dtype": torch.float32},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "dtype": torch.float32},
     "Olmo2": {},
     "Gemma2": {"sliding_window": 6, "attn_logit_softcapping": 5.0, "layer_types": HYBRID, "dtype": torch.float32},
     "Gemma3": {"config": "Gemma3TextConfig", "sliding_window": 6, "layer_types": HYBRID},

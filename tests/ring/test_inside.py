@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -195,3 +197,32 @@ def on_one_rank(rank: int, world: int) -> str:
 
 def test_one_ranks_refusal_stops_all(ranks: RankPools) -> None:
     assert all("rank 1" in text and "dropout" in text for text in ranks(2).run(on_one_rank))
+
+
+def captured_names(rank: int, world: int) -> tuple[float, float, str, bool]:
+    """A module that took functions by their names: errors while open, after a nested one closed; a refusal; put back."""
+    module = types.ModuleType("module_of_a_user")
+    exec(
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "from torch.nn.attention.flex_attention import flex_attention",
+        module.__dict__,
+    )
+    sys.modules["module_of_a_user"] = module
+    before = dict(module.__dict__)
+    x, cp = torch.randn(1, 2, 10, 8, dtype=torch.float64), ra.ContextParallel(dist.group.WORLD)
+    want, part = F.scaled_dot_product_attention(x, x, x, is_causal=True), cp.shard(x, dim=2)
+    want = want[:, :, cp.positions(10)]
+    with cp:
+        with cp:
+            first = (module.sdpa(part, part, part, is_causal=True) - want).abs().max().item()
+        second = (module.sdpa(part, part, part, is_causal=True) - want).abs().max().item()
+        with pytest.raises(ra.UsageError) as error:
+            module.flex_attention(part, part, part)
+    del sys.modules["module_of_a_user"]
+    return first, second, str(error.value), all(module.__dict__[name] is value for name, value in before.items())
+
+
+def test_functions_taken_by_their_names_are_reached(ranks: RankPools) -> None:
+    for first, second, text, put_back in ranks(2).run(captured_names):
+        assert first < 1e-12 and second < 1e-12 and put_back
+        assert "flex_attention" in text and "this rank's tokens only" in text

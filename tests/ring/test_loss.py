@@ -148,3 +148,24 @@ def test_the_weight_of_a_sharded_model_is_gathered_once(ranks: RankPools) -> Non
         assert two.pop("gathers") <= 2  # weight and bias
         one.pop("gathers")
         torch.testing.assert_close(two, one, rtol=0, atol=0)
+
+
+def counted(rank: int, world: int) -> tuple[list[float], str, str]:
+    """Losses given the count over a part of the job, as it is and after arithmetic; what is refused."""
+    half = dist.new_subgroups(2)[0]
+    cp = ra.ContextParallel(half)
+    logits, labels = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([[1, 2, 3]])
+    count = cp.num_tokens(labels, group=half)
+    total = torch.stack([count.to(torch.float64), count.clone() * 0 + 0]).sum()
+    found = [cp.cross_entropy(logits, labels, tokens=tokens).item() for tokens in (count, count + 0, total)]
+    with pytest.raises(ra.UsageError) as plain:
+        cp.cross_entropy(logits, labels, tokens=count.item())
+    with pytest.raises(ra.UsageError) as mixed:
+        _ = count + cp.num_tokens(labels, group=dist.group.WORLD)
+    return [*found, cp.cross_entropy(logits, labels).item()], str(plain.value), str(mixed.value)
+
+
+def test_a_count_knows_its_ranks(ranks: RankPools) -> None:
+    for found, plain, mixed in ranks(4).run(counted):
+        assert max(found) - min(found) < 1e-6, found
+        assert "all 4 ranks" in plain and "over 2" in plain and "2 and 4" in mixed
