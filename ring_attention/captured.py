@@ -61,7 +61,7 @@ class Captured:
         if heir is not None:
             heir._changed += self._changed
         else:
-            for held, name, value in self._changed:
+            for held, name, value in reversed(self._changed):  # one opened inside another may have changed a name again
                 held[name] = value
         self._changed = []
 

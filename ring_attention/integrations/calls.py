@@ -24,18 +24,18 @@ OURS = "_ring_attention"  # on the functions put in place, so that they are know
 OTHER_INPUTS = re.compile("pixel|image|video|audio|input_features")  # placed into the text by the local token ids
 
 
-def watch(model: Any) -> None:
-    """Puts both functions in place; doing it again changes nothing.
-
-    Raises:
-        UsageError: the model takes no `position_ids`: it would count anew on every rank.
-    """
-    names = list(inspect.signature(model.forward).parameters)
-    if "position_ids" not in names:
+def refuse_untold_positions(model: Any) -> None:
+    """Raises UsageError for a model that takes no `position_ids`."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UsageError(
             f"{type(model).__name__}.forward takes no position_ids: each rank would count its own tokens from 0, and "
             "their positions in the whole sequence could not be told"
         )
+
+
+def watch(model: Any) -> None:
+    """Puts both functions in place; doing it again changes nothing."""
+    names = list(inspect.signature(model.forward).parameters)
     _wrap(model, "forward", functools.partial(_forward, names, _counting(model)))
     if hasattr(model, "generate"):
         _wrap(model, "generate", _generate)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,11 +79,11 @@ class ShardedCache(Cache):
         """Keeps this rank's part. Answers with what attention reads: the given ones at first, all kept ones later."""
         self._check(self._kept is not None, OUTSIDE)
         assert self._kept is not None
-        layer, kept = self.layers[layer_idx], self._kept.to(key_states.device)
+        layer, kept = cast(ShardedLayer, self.layers[layer_idx]), self._kept.to(key_states.device)
         new = [x.index_select(2, kept) for x in (key_states, value_states)]
         if self._hidden is not None and self._hidden.any():
             new = [x.masked_fill(self._hidden.to(x.device)[:, None, :, None], 0) for x in new]  # NaN times 0 would be NaN
-        whole = layer.keys, layer.values = DynamicLayer.update(layer, *new)
+        whole = layer.update(*new)
         if layer.window is not None:
             held = torch.cat([self.positions, self._arriving])
             out_of_sight = int((held[len(held) - whole[0].shape[2] :] <= self._until - layer.window).sum())

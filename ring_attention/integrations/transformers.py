@@ -80,12 +80,13 @@ def attach(model: nn.Module) -> Attachment:
     """Selects the implementation in all text configs of the model.
 
     Raises:
-        UsageError: not a transformers model, one that computes attention by itself, or one with layers that carry
-            state along the sequence; named.
+        UsageError: not a transformers model, one that computes attention by itself, takes no `position_ids`, or has
+            layers that carry state along the sequence; named.
     """
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise UsageError(f"{type(model).__name__} is no transformers model; for other modules `with cp:` is enough")
     _refuse_state(model)
+    calls.refuse_untold_positions(model)
     configs = _configs(model)
     # a model that is attached already, by another context, goes back to what it had before that
     before = {path: (config._attn_implementation or "eager").removeprefix(PREFIX) for path, config in configs.items()}
@@ -101,9 +102,11 @@ def attach(model: nn.Module) -> Attachment:
 
 def detach(attachment: Attachment) -> None:
     model = attachment.model()
-    if model is not None and attachment.swapped() is None:
+    if model is None:
+        return
+    calls.unwatch(model)
+    if attachment.swapped() is None:
         _select(model, attachment.before)
-        calls.unwatch(model)
 
 
 # ------------------------------------------------------------------------------------------------ the two functions

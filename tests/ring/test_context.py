@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -115,3 +116,20 @@ def uneven(rank: int, world: int) -> str:
 
 def test_lengths_that_no_layout_gives_are_refused(ranks: RankPools) -> None:
     assert all(("[8, 3]" in text and "[5, 6]" in text) or "[6, 5]" in text for text in ranks(2).run(uneven))
+
+
+def activity(rank: int, world: int) -> list[bool]:
+    cp, other, seen = ra.ContextParallel(dist.group.WORLD), ra.ContextParallel(dist.group.WORLD), []
+    with cp:
+        seen += [cp.active, not other.active]
+        thread = threading.Thread(target=lambda: seen.append(not cp.active))
+        thread.start()
+        thread.join()
+        with cp:
+            pass
+        seen.append(cp.active)
+    return [*seen, not cp.active]
+
+
+def test_a_context_knows_whether_it_is_active(ranks: RankPools) -> None:
+    assert all(map(all, ranks(1).run(activity)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -92,6 +94,8 @@ def life(rank: int, world: int) -> None:
         cp.attach(torch.nn.parallel.DistributedDataParallel(model))
         assert torch.equal(model(**whole).logits, want)  # outside `with cp` nothing is sharded
         model.generate(whole["input_ids"][:, :4], max_new_tokens=2, do_sample=False, use_cache=True)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert twin.forward.__self__ is twin and torch.equal(twin(**whole).logits, want)
         cp.detach(model)
         assert model.config._attn_implementation == before
         assert torch.equal(model(**whole).logits, want) and torch.equal(other(**whole).logits, want_other)
