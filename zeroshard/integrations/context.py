@@ -42,7 +42,7 @@ def _split_batches(model: torch.nn.Module, cp: ContextParallel) -> None:
 
     @functools.wraps(whole)
     def forward(self: torch.nn.Module, *args: Any, **batch: Any) -> Any:
-        if cp.active or not _is_sequence(batch):  # generation with a cache is local
+        if cp.active or not _is_sequence(batch):  # generation is local
             return whole(self, *args, **batch)
         with cp:
             return whole(self, *args, **split_batch(batch, cp))
@@ -52,8 +52,8 @@ def _split_batches(model: torch.nn.Module, cp: ContextParallel) -> None:
 
 
 def _is_sequence(batch: dict[str, Any]) -> bool:
-    cached = batch.get("cache") is not None or batch.get("past_key_values") is not None
-    return torch.is_tensor(batch.get("input_ids")) and not cached
+    generation = ("cache", "past_key_values", "logits_to_keep")
+    return torch.is_tensor(batch.get("input_ids")) and all(batch.get(name) is None for name in generation)
 
 
 def split_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
