@@ -8,13 +8,13 @@ that all ranks gave the call: backward tells it, so that ranks which come back i
 import torch
 from torch import Tensor
 
-from ring_attention import comm, lse, masks, ring
+from ring_attention import comm, lse, masks, ring, sums
 from ring_attention.comm import Group, Team
 from ring_attention.errors import UsageError
 from ring_attention.layouts import Layout
 from ring_attention.masks import Mask
 from ring_attention.plan import MaskTensors
-from ring_attention.setting import Asked
+from ring_attention.setting import Asked, request_text
 
 
 def ring_attention(
@@ -57,10 +57,14 @@ def ring_attention(
     table = None
     if mask.mask_mod is not None:
         table = mod_table(mask, group, layout, key_layout or layout, query)
-    request = "\n".join((
-        comm.group_names(group), layout.spec, (key_layout or layout).spec, mask.spec, strategy,
-        masks.mod_name(mask.mask_mod),
-    ))  # fmt: skip
+    request = request_text(
+        groups=comm.group_names(group),
+        layout=layout.spec,
+        key_layout=(key_layout or layout).spec,
+        mask=mask.spec,
+        strategy=strategy,
+        mask_mod=masks.mod_name(mask.mask_mod),
+    )
     return call(query, key, value, sinks, mask, table, request, scale, softcap)
 
 
@@ -112,14 +116,14 @@ def attend(
     if sinks is not None:
         lse.add_sinks_(out, norm, setting.my_heads(sinks))
     out, norm = setting.to_sequence(out.to(query.dtype), norm)
-    return ring.laid_out(out, ring.major(query)), ring.laid_out(norm, "seq"), torch.tensor([answer.number])
+    return sums.laid_out(out, sums.major(query)), sums.laid_out(norm, "seq"), torch.tensor([answer.number])
 
 
 @attend.register_fake
 def _(query, key, value, sinks, documents, prefix, table, request, scale, softcap):  # type: ignore[no-untyped-def]
     shape = (*query.shape[:3], value.shape[-1])
-    norm = ring.new_empty(shape[:3], ring.wide(query.dtype), query.device, "seq")
-    out = ring.new_empty(shape, query.dtype, query.device, ring.major(query))
+    norm = sums.new_empty(shape[:3], lse.wide(query.dtype), query.device, "seq")
+    out = sums.new_empty(shape, query.dtype, query.device, sums.major(query))
     return out, norm, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -150,18 +154,20 @@ def attend_backward(
         dsinks = torch.zeros_like(sinks)
         setting.my_heads(dsinks).copy_(lse.sinks_gradient(setting.my_heads(sinks), norm, out, dout))
     grads = ring.backward(setting.rounds, dout, q, k, v, out, norm, (needs[1], needs[2]))
-    dq, dk, dv = setting.grads_to_sequence(*grads)
-    wanted = [
-        ring.laid_out(grad.to(x.dtype), "seq") if need else x.new_empty(0)
-        for grad, x, need in zip((dq, dk, dv), tensors, needs, strict=False)
-    ]
-    return wanted[0], wanted[1], wanted[2], dsinks
+    wide = list(reversed(setting.grads_to_sequence(*grads)))
+    del grads
+    dq, dk, dv = [_wanted(wide.pop(), x, need) for x, need in zip(tensors, needs, strict=False)]  # one wide copy less each
+    return dq, dk, dv, dsinks
+
+
+def _wanted(grad: Tensor, x: Tensor, need: bool) -> Tensor:
+    return sums.laid_out(grad.to(x.dtype), sums.major(x)) if need else x.new_empty(0)
 
 
 @attend_backward.register_fake
 def _(dout, saved, sinks, documents, prefix, table, request, scale, softcap, needs):  # type: ignore[no-untyped-def]
     grads = [
-        ring.new_empty(x.shape, x.dtype, x.device, "seq") if need else x.new_empty(0)
+        sums.new_empty(x.shape, x.dtype, x.device, sums.major(x)) if need else x.new_empty(0)
         for x, need in zip(saved[:3], needs[:3], strict=True)
     ]
     dsinks = torch.empty_like(sinks) if sinks is not None and needs[3] else saved[0].new_empty(0)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -171,7 +172,7 @@ class Answer:
     number: int = 0
 
 
-NUM_LENGTHS = 2
+NUM_LENGTHS = 3
 
 
 def agree(teams: Sequence[Team], call: Call) -> Answer:
@@ -241,15 +242,25 @@ def _ranks(ranks: list[int]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ moving data
+class Waited(Protocol):
+    def wait(self) -> None: ...
+
+
+class Carrier(Protocol):
+    """What a ring asks of those who carry its messages; a `Team` does it between processes."""
+
+    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Waited: ...
+
+
 class Ring:
     """Transfers in the order of a ring, any number of them in flight; each is received in the order it was posted.
 
     A rank that is `distance` places on in the ring reads from here while this rank reads from as far back.
     """
 
-    def __init__(self, team: Team | None, tag: int) -> None:
+    def __init__(self, team: Carrier | None, tag: int) -> None:
         self._team, self._tag = team, tag
-        self._flying: deque[tuple[Pending, list[Tensor]]] = deque()
+        self._flying: deque[tuple[Waited, list[Tensor]]] = deque()
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
         """Starts one transfer. The ring owns the tensors until it is waited for."""

@@ -24,7 +24,7 @@ from ring_attention.captured import Captured
 from ring_attention.comm import Call, Team
 from ring_attention.masks import Mask, Window
 from ring_attention.plan import MaskTensors
-from ring_attention.setting import chosen
+from ring_attention.setting import chosen, request_text
 from ring_attention.strategies import Sizes
 
 
@@ -58,7 +58,9 @@ class Sharding:
         sinks: Tensor | None = None, softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         self._last = Sizes.of(query, key, value), mask, query.device
-        request = "\n".join((self.groups, self.layout, self.layout, mask.spec, self.strategy, "None"))
+        request = request_text(
+            groups=self.groups, layout=self.layout, key_layout=self.layout, mask=mask.spec, strategy=self.strategy
+        )
         return attention.call(query, key, value, sinks, mask, None, request, scale, softcap)
 
     def chunked(self, size: int) -> Sharding:

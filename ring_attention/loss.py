@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ring_attention import comm
 from ring_attention.comm import Call, Team
 from ring_attention.errors import UsageError
+from ring_attention.lse import wide
 
 CHUNK_TOKENS = 2048
 CHUNK_LOGITS = 1 << 21  # logits of one chunk, so that a small vocabulary does not mean one big chunk
@@ -26,8 +27,7 @@ CHUNK_LOGITS = 1 << 21  # logits of one chunk, so that a small vocabulary does n
 def cross_entropy(logits: Tensor, labels: Tensor, teams: list[Team], ignore_index: int, tokens: Tensor | int | None) -> Tensor:
     """Cross entropy of logits [..., V] and labels [...], a scalar in fp32 (fp64 for fp64)."""
     _agree("cross_entropy", "logits", logits.shape[:-1], labels, teams, tokens)
-    flat = logits.flatten(0, -2)
-    flat = flat if flat.dtype == torch.float64 else flat.float()
+    flat = logits.flatten(0, -2).to(wide(logits.dtype))
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
     return _mean(total, labels, teams, ignore_index, tokens)
 
@@ -129,18 +129,18 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, num_chunks: int
     ) -> Tensor:
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        sums = wide(hidden.dtype)
+        total = torch.zeros((), dtype=sums, device=hidden.device)
         wants = ctx.needs_input_grad
         dhidden = torch.empty_like(hidden) if wants[0] else None
-        dweight = torch.zeros_like(weight, dtype=wide) if wants[1] else None
-        dbias = torch.zeros_like(bias, dtype=wide) if wants[2] and bias is not None else None
+        dweight = torch.zeros_like(weight, dtype=sums) if wants[1] else None
+        dbias = torch.zeros_like(bias, dtype=sums) if wants[2] and bias is not None else None
         border = [len(hidden) * chunk // num_chunks for chunk in range(num_chunks + 1)]
         for start, stop in pairwise(border):
             y = labels[start:stop]
             valid = y != ignore_index
             h = hidden[start:stop].masked_fill(~valid[:, None], 0)  # whatever an ignored token holds stays there
-            logits = F.linear(h, weight, bias).to(wide)  # [chunk, V]
+            logits = F.linear(h, weight, bias).to(sums)  # [chunk, V]
             target = y.masked_fill(~valid, 0)[:, None]
             norm = torch.logsumexp(logits, -1, keepdim=True)
             total += ((norm - logits.gather(1, target))[:, 0] * valid).sum()
@@ -151,7 +151,7 @@ class ChunkedLoss(torch.autograd.Function):
             if dhidden is not None:
                 dhidden[start:stop] = slope.to(weight.dtype) @ weight
             if dweight is not None:
-                dweight.addmm_(slope.T, h.to(wide))
+                dweight.addmm_(slope.T, h.to(sums))
             if dbias is not None:
                 dbias += slope.sum(0)
         ctx.save_for_backward(dhidden, dweight, dbias)

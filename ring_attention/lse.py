@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Merges a partial result into the accumulators, in place."""
     total = torch.logaddexp(lse, lse_b)

@@ -161,15 +161,6 @@ class Mask:
         high = np.full(len(i), len(j)) if right is None else np.searchsorted(j, i + right, "right")
         return low, np.maximum(low, high)
 
-    def described(self) -> dict[str, str]:
-        """What ranks compare, by the name the user knows."""
-        return {
-            "mask.causal": str(self.causal),
-            "mask.window": str(self.window),
-            "mask.documents": digest(self.documents),
-            "mask.prefix": digest(self.prefix),
-        }
-
 
 class RowRule:
     """The part of a mask that may differ between rows of the batch: rows `start:stop`, document ids, prefix."""

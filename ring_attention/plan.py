@@ -79,11 +79,6 @@ class Plan:
     mask: Mask
     steps: tuple[Step, ...]
 
-    @property
-    def pairs(self) -> int:
-        """Visible (query, key) pairs of this rank, over all rows that differ."""
-        return sum(block.pairs * self.mask.num_rows(block.rows) for step in self.steps for block in step.blocks)
-
 
 def make(layout: Layout, key_layout: Layout, mask: Mask, rank: int, *, dense: bool = False) -> Plan:
     """The plan of `rank`. `dense` makes every block dense, for masks that come as a table."""

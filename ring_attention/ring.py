@@ -6,8 +6,11 @@ A rank starts with its own keys and values. In step t it works on those of the r
 of step t + 1 travel, and what travels is just the range of keys that somebody needs. In the backward pass the keys
 come the same way, and their gradients go straight back to the rank that owns them, which adds them up in fp32.
 
+Heads know nothing of each other, so a few of them go round the ring at a time: a *portion*. Blocks are that much smaller.
+
 B batch, Hq/Hkv heads, S local queries, K local keys, D/Dv head dims of queries and values.
-Memory: outputs, gradients, the block in use, the block arriving (and in backward its gradients on their way home).
+Memory: outputs, gradients, and of one portion the block in use, the block arriving, and in backward the gradients of
+the one and those on their way home.
 """
 
 from __future__ import annotations
@@ -15,65 +18,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ring_attention import comm, lse
-from ring_attention.comm import Ring, Team
+from ring_attention.comm import Carrier, Ring
 from ring_attention.kernels import BlockKernel
 from ring_attention.plan import Block, Plan, Step
-
-Index = tuple[slice, slice, slice]
+from ring_attention.sums import Index, Portioned, Sum, major, merge
 
 
 @dataclass(frozen=True)
 class Rounds:
     """Everything the loop needs besides tensors.
 
-    team: the ranks of the ring, None for a ring of one.
+    team: who carries messages between the ranks of the ring, None for a ring of one.
     ahead: how many transfers are posted before they are needed; all of them for "gather".
     table: mask of a `mask_mod`, booleans [B or 1, H or 1, S, whole key length], or None.
+    heads: how many key/value heads go round at a time; None is all of them.
     """
 
-    team: Team | None
+    team: Carrier | None
     plan: Plan
     kernel: BlockKernel
     ahead: int = 1
     table: Tensor | None = None
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def major(x: Tensor) -> str:
-    """Which of heads and tokens is the outer dim of a tensor [B, H, S, D] in memory; models make "seq"."""
-    return "seq" if x.stride(1) < x.stride(2) else "head"
-
-
-def new_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, major: str) -> Tensor:
-    """[B, H, S, ...] with the given order in memory."""
-    if major == "head":
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty((shape[0], shape[2], shape[1], *shape[3:]), dtype=dtype, device=device).transpose(1, 2)
-
-
-def laid_out(x: Tensor, major: str) -> Tensor:
-    """`x` [B, H, S, ...] in the given order in memory, itself if it has that already."""
-    return x.contiguous() if major == "head" else x.transpose(1, 2).contiguous().transpose(1, 2)
+    heads: int | None = None
 
 
 def forward(rounds: Rounds, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, Hq, S, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> out [B, Hq, S, Dv], lse [B, Hq, S], both wide."""
-    total = Merged(q, v.shape[-1])
-    for step, keys, values in _steps(rounds, k, v):
-        for call in calls(rounds, step, q):
-            (query,), (key, value) = call.cut((q,), (keys, values))
-            total.add(call.queries, *rounds.kernel.forward(query, key, value, call.block, call.table))
-        del keys, values  # before the next block is received
-    return total.out.value(), total.norm.value()
+    portions = _portions(rounds, q, k)
+    asking = [portion.queries for portion in portions]
+    out = Portioned((*q.shape[:3], v.shape[-1]), q, asking, major=major(q))
+    norm = Portioned(q.shape[:3], q, asking, empty=-torch.inf)
+    for portion, out_sum, norm_sum in zip(portions, out.sums, norm.sums, strict=True):
+        mine, theirs = q[:, portion.queries], (k[:, portion.keys], v[:, portion.keys])
+        for step, keys, values in _steps(rounds, *theirs):
+            for call in calls(rounds, step, mine, portion.queries):
+                (query,), (key, value) = call.cut((mine,), (keys, values))
+                part, part_norm = rounds.kernel.forward(query, key, value, call.block, call.table)
+                merge(out_sum, norm_sum, call.queries, part, part_norm)
+                del part
+            del keys, values  # before the next block is received
+    return out.value(), norm.value()
 
 
 def backward(
@@ -83,125 +71,79 @@ def backward(
 
     `needs`: whether keys and values want a gradient; those that do not stay 0 and nothing travels for them.
     """
-    dq = Sum(q.shape, wide(q.dtype), q.device)
-    own = Sum(k.shape, wide(k.dtype), k.device), Sum(v.shape, wide(v.dtype), v.device)
-    home, norm = Homeward(rounds.team, own, needs), lse.finite(norm)
-    for step, keys, values in _steps(rounds, k, v):
-        at_home = step.distance == 0
-        theirs = own if at_home else tuple(Sum(x.shape, wide(x.dtype), x.device) for x in (keys, values))
-        for call in calls(rounds, step, q):
-            (douts, query, outs, norms), (key, value) = call.cut((dout, q, out, norm), (keys, values))
-            grads = rounds.kernel.backward(douts, query, key, value, outs, norms, call.block, call.table)
-            dq.add(call.queries, grads[0])
-            for total, grad in zip(theirs, grads[1:], strict=True):
-                total.add(call.keys(0 if at_home else step.keys[0]), grad)
-        del keys, values
-        if not at_home:
-            home.send(step, theirs)
+    portions, norm = _portions(rounds, q, k), lse.finite(norm)
+    dq = Portioned(q.shape, q, [portion.queries for portion in portions], major=major(q))
+    dk, dv = (Portioned(x.shape, x, [portion.keys for portion in portions], major=major(x)) for x in (k, v))
+    home = Homeward(rounds.team, needs)
+    for portion, asked, *own in zip(portions, dq.sums, dk.sums, dv.sums, strict=True):
+        mine = tuple(x[:, portion.queries] for x in (dout, q, out, norm))
+        for step, keys, values in _steps(rounds, k[:, portion.keys], v[:, portion.keys]):
+            found = own if step.distance == 0 else [Sum.like(x) for x in (keys, values)]
+            for call in calls(rounds, step, mine[1], portion.queries):
+                (douts, query, outs, norms), (key, value) = call.cut(mine, (keys, values))
+                grads = rounds.kernel.backward(douts, query, key, value, outs, norms, call.block, call.table)
+                asked.add(call.queries, grads[0])
+                for total, grad in zip(found, grads[1:], strict=True):
+                    total.add(call.keys, grad)
+                del key, value, grads
+            del keys, values
+            if step.distance:
+                home.send(step, found, own)
+            del found
     home.arrive()
-    return dq.value(), own[0].value(), own[1].value()
-
-
-class Sum:
-    """A wide sum of parts [B, H, S, ...]. Where a part is the first it is written, not added, and a first part that
-    covers everything becomes the sum itself: no zeros are written to be read again."""
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, empty: float = 0.0, major: str = "seq"
-    ) -> None:
-        self.shape, self.dtype, self.device, self.empty, self.major = tuple(shape), dtype, device, empty, major
-        self._sum: Tensor | None = None
-        self._written = np.zeros((shape[0], shape[2]), dtype=bool)  # [B, S]
-
-    def take(self, at: Index, part: Tensor) -> bool:
-        """Writes a part where nothing has been written; False if it has to be added to what is there."""
-        rows, _, tokens = at
-        written = self._written[rows, tokens]
-        if self._sum is None and tuple(part.shape) == self.shape:
-            self._sum = part.to(self.dtype)
-        elif not written.any():
-            self._storage()[at] = part
-        else:
-            self._blank(at)
-            return False
-        written[...] = True
-        return True
-
-    def add(self, at: Index, part: Tensor) -> None:
-        if not self.take(at, part):
-            self._storage()[at] += part
-
-    def at(self, index: Index) -> Tensor:
-        return self._storage()[index]
-
-    def value(self) -> Tensor:
-        self._blank((slice(None), slice(None), slice(None)))
-        return self._storage()
-
-    def _storage(self) -> Tensor:
-        if self._sum is None:
-            self._sum = new_empty(self.shape, self.dtype, self.device, self.major)
-        return self._sum
-
-    def _blank(self, at: Index) -> None:
-        """Puts `empty` where nothing has been written."""
-        rows, _, tokens = at
-        written = self._written[rows, tokens]
-        if not written.all():
-            hole = torch.from_numpy(~written).to(self.device)[:, None]
-            target = self._storage()[at]
-            target.masked_fill_(hole[..., None] if target.dim() == 4 else hole, self.empty)
-            written[...] = True
-
-
-class Merged:
-    """Outputs and their log-sum-exp, merged block by block."""
-
-    def __init__(self, query: Tensor, width: int) -> None:
-        shape, dtype, device = query.shape[:3], wide(query.dtype), query.device
-        self.out = Sum((*shape, width), dtype, device, major=major(query))
-        self.norm = Sum(shape, dtype, device, -torch.inf)
-
-    def add(self, at: Index, out: Tensor, norm: Tensor) -> None:
-        first = self.out.take(at, out), self.norm.take(at, norm)
-        if not all(first):
-            lse.merge_(self.out.at(at), self.norm.at(at), out, norm)
+    return dq.value(), dk.value(), dv.value()
 
 
 class Homeward:
     """Gradients of other ranks' keys on their way home, one step behind the computation."""
 
-    def __init__(self, team: Team | None, own: tuple[Sum, Sum], needs: tuple[bool, bool]) -> None:
+    def __init__(self, team: Carrier | None, needs: tuple[bool, bool]) -> None:
         self._wanted = [side for side in (0, 1) if needs[side]]
-        self._own = own
         self._ring = Ring(team, comm.GRADIENTS)
-        self._due: list[Step] = []
+        self._due: list[tuple[Step, list[Sum]]] = []
 
-    def send(self, step: Step, theirs: tuple[Sum, ...]) -> None:
-        """Sends what this rank found for the step's source; receives what the step's target found for this rank."""
+    def send(self, step: Step, found: list[Sum], own: list[Sum]) -> None:
+        """Sends what this rank found for the step's source; what the step's target found for this rank is added to `own`
+        when it has arrived."""
         self.arrive()
         if not self._wanted:
             return
         outgoing, incoming = [], []
         for side in self._wanted:
-            mine = self._own[side]
+            mine = own[side].shape
             if step.receives:
-                outgoing.append((theirs[side].value().transpose(1, 2).contiguous(), step.source))
+                outgoing.append((found[side].value().transpose(1, 2).contiguous(), step.source))
             if step.sends:
-                shape = (mine.shape[0], step.sent[1] - step.sent[0], mine.shape[1], mine.shape[3])
-                incoming.append((torch.empty(shape, dtype=mine.dtype, device=mine.device), step.target))
+                shape = (mine[0], step.sent[1] - step.sent[0], mine[1], mine[3])
+                incoming.append((torch.empty(shape, dtype=own[side].dtype, device=own[side].device), step.target))
         self._ring.post(outgoing, incoming)
-        self._due.append(step)
+        self._due.append((step, own))
 
     def arrive(self) -> None:
         """Waits for what is due and adds it to the own gradients."""
         while self._due:
-            step, arrived = self._due.pop(), self._ring.wait()
+            (step, own), arrived = self._due.pop(0), self._ring.wait()
             for side, part in zip(self._wanted, arrived, strict=False):
-                self._own[side].add((slice(None), slice(None), slice(*step.sent)), part.transpose(1, 2))
+                own[side].add((slice(None), slice(None), slice(*step.sent)), part.transpose(1, 2))
 
 
-# ------------------------------------------------------------------------------------------------ steps and calls
+# ------------------------------------------------------------------------------------------------ portions, steps, calls
+@dataclass(frozen=True)
+class Portion:
+    """Heads that go round together: key/value heads, and the query heads that read them."""
+
+    queries: slice
+    keys: slice
+
+
+def _portions(rounds: Rounds, q: Tensor, k: Tensor) -> list[Portion]:
+    held = k.shape[1]
+    groups, heads = q.shape[1] // max(held, 1), rounds.heads or max(held, 1)
+    starts = range(0, max(held, 1), heads)
+    ends = [min(start + heads, held) for start in starts]
+    return [Portion(slice(a * groups, b * groups), slice(a, b)) for a, b in zip(starts, ends, strict=True)]
+
+
 def _steps(rounds: Rounds, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """Each step with the keys and values to work on, `step.keys` of its source; the next ones travel meanwhile."""
     steps, ring, posted = rounds.plan.steps, Ring(rounds.team, comm.KEYS), 0
@@ -248,19 +190,20 @@ class KernelCall:
     def queries(self) -> Index:
         return (self.block.rows, slice(None), slice(self.block.q0, self.block.q1))
 
-    def keys(self, origin: int) -> Index:
-        return (self.block.rows, slice(None), slice(self.block.k0 - origin, self.block.k1 - origin))
+    @property
+    def keys(self) -> Index:
+        return (self.block.rows, slice(None), slice(self.block.k0 - self.origin, self.block.k1 - self.origin))
 
     def cut(self, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors' parts in this block, with zeros for padding in dense blocks: 0 times NaN would be NaN."""
         return (
             [_blanked(x[self.queries], self.query_padding) for x in by_query],
-            [_blanked(x[self.keys(self.origin)], self.key_padding) for x in by_key],
+            [_blanked(x[self.keys], self.key_padding) for x in by_key],
         )
 
 
-def calls(rounds: Rounds, step: Step, q: Tensor) -> Iterator[KernelCall]:
-    """The kernel's calls of one step, for local queries `q` [B, Hq, S, D]."""
+def calls(rounds: Rounds, step: Step, q: Tensor, heads: slice) -> Iterator[KernelCall]:
+    """The kernel's calls of one step, for local queries `q` [B, Hq, S, D] that are the `heads` of all."""
     if not q.numel():
         return
     plan, origin = rounds.plan, step.keys[0] if step.distance else 0
@@ -273,7 +216,8 @@ def calls(rounds: Rounds, step: Step, q: Tensor) -> Iterator[KernelCall]:
             j = torch.from_numpy(plan.key_layout.held(step.source)[block.k0 : block.k1])
             table = _rows(plan.mask.allows(i, j), block)[:, None]
             if rounds.table is not None:
-                table = table & _rows(rounds.table[:, :, block.q0 : block.q1], block)[..., j]
+                mod = rounds.table if rounds.table.shape[1] == 1 else rounds.table[:, heads]
+                table = table & _rows(mod[:, :, block.q0 : block.q1], block)[..., j]
             padding = plan.mask.padding
             parts = (None, None) if padding is None else [_rows(padding, block)[:, at].to(q.device) for at in (i, j)]
             yield KernelCall(block, origin, table.to(q.device), *parts)

@@ -39,6 +39,13 @@ class Request:
         return Request(*text.split("\n"))
 
 
+def request_text(
+    *, groups: str, layout: str, key_layout: str, mask: str, strategy: str, mask_mod: str = masks.mod_name(None)
+) -> str:
+    """What `Request.parse` reads. A plain function, since `torch.compile` traces it."""
+    return "\n".join((groups, layout, key_layout, mask, strategy, mask_mod))
+
+
 @dataclass
 class Asked:
     """What this rank was asked for, checked against itself."""
@@ -51,7 +58,7 @@ class Asked:
     teams: list[Team]
     described: dict[str, str]
     problem: str | None
-    lengths: tuple[int, int]
+    lengths: tuple[int, int, int]  # of queries and keys, and how many heads the kernel computes at a time
     device: torch.device
     dtype: torch.dtype
 
@@ -84,7 +91,8 @@ class Asked:
             "sinks": str(sinks is not None),
         }
         scores = Scores(max(sizes.head_dim, 1) ** -0.5 if scale is None else scale, softcap)
-        lengths = query.shape[2] if query.dim() == 4 else 0, key.shape[2] if key.dim() == 4 else 0
+        together = torch.get_num_threads() if query.device.type == "cpu" else 1
+        lengths = strategies.dim(query, 2), strategies.dim(key, 2), together
         return cls(request, tensors, table, sizes, scores, teams, described, problem, lengths, query.device, query.dtype)
 
     def call(self, name: str) -> Call:
@@ -100,7 +108,7 @@ class Asked:
         ring, heads = (None, None) if len(self.teams) == 1 else (self.teams[0], self.teams[1])
         if len(self.teams) == 1:
             ring, heads = (None, self.teams[0]) if choice.strategy == "ulysses" else (self.teams[0], None)
-        return Setting(self, layout, key_layout, ring, heads, choice)
+        return Setting(self, layout, key_layout, ring, heads, choice, max(lengths[2] for lengths in told))
 
     def _choice(self, layout: Layout) -> Choice:
         if self.request.strategy != "auto":
@@ -123,8 +131,9 @@ class Setting:
     """How one call is done: the rounds of the ring, and the exchange of heads around it where there is one."""
 
     def __init__(
-        self, asked: Asked, layout: Layout, key_layout: Layout, ring: Team | None, heads: Team | None, choice: Choice
-    ) -> None:
+        self, asked: Asked, layout: Layout, key_layout: Layout, ring: Team | None, heads: Team | None, choice: Choice,
+        together: int,
+    ) -> None:  # fmt: skip
         self._sizes, self._heads, width = asked.sizes, heads, 1 if heads is None else heads.size
         place = comm.place(asked.teams)
         if heads is not None:
@@ -136,8 +145,11 @@ class Setting:
         ours, theirs = layouts.merged(layout, width), layouts.merged(key_layout, width)
         steps = plan.cached(ours.spec, theirs.spec, asked.request.mask, asked.tensors, place // width, asked.table is not None)
         kernel = kernels.choose(asked.device, asked.dtype, asked.scores, max(asked.sizes.head_dim, asked.sizes.value_dim))
-        ahead = ours.world_size if choice.strategy == "gather" else 1
-        self.rounds = Rounds(ring, steps, kernel, ahead, asked.table)
+        if ours.world_size == 1 or choice.strategy == "gather":
+            self.rounds = Rounds(ring, steps, kernel, ours.world_size, asked.table)
+        else:
+            heads_at_a_time = strategies.portion(asked.sizes, theirs, asked.device, together)
+            self.rounds = Rounds(ring, steps, kernel, 1, asked.table, heads_at_a_time)
 
     def my_heads(self, x: Tensor) -> Tensor:
         """The part of a tensor [Hq] that belongs to the heads computed here."""

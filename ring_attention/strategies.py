@@ -9,6 +9,7 @@ auto      on a 1-D group the cheapest of the first three by the estimate below, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,8 +37,14 @@ class Sizes:
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> Sizes:
         """Of tensors [B, H, S, D]; what a malformed one lacks counts as 0."""
-        of = lambda x, dim: x.shape[dim] if dim < x.dim() else 0  # noqa: E731
-        return cls(of(query, 0), of(query, 1), of(key, 1), of(query, 3), of(value, 3), query.element_size())
+        return cls(
+            dim(query, 0), dim(query, 1), dim(key, 1), dim(query, 3), dim(value, 3), query.element_size()
+        )
+
+
+def dim(x: Tensor, at: int) -> int:
+    """The size of a dim, 0 where there is none."""
+    return x.shape[at] if at < x.dim() else 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,10 @@ class Rates:
 
 CPU = Rates(1e11, 1e9, 2e-4)
 GPU = Rates(3e14, 1e11, 3e-5)
+
+
+def rates(device: torch.device) -> Rates:
+    return CPU if device.type == "cpu" else GPU
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ def choose(sizes: Sizes, layout: Layout, mask: Mask, device: torch.device) -> Ch
     size = layout.world_size
     if size == 1:
         return Choice("ring", "one rank: nothing travels")
-    rates = CPU if device.type == "cpu" else GPU
+    pace = rates(device)
     work = mask.row_work(layout.seq_len) * (sizes.batch / mask.batch)
     loads = [float(work[layout.held(rank)].sum()) for rank in range(size)]
     pair_flops = 2 * sizes.heads * (sizes.head_dim + sizes.value_dim)
@@ -87,12 +98,12 @@ def choose(sizes: Sizes, layout: Layout, mask: Mask, device: torch.device) -> Ch
     sent_heads = sizes.heads + sum(b - a for a, b in split.keys)
     heads_bytes = token_bytes * sent_heads * layout.seq_len / size * (size - 1) / size
 
-    compute = max(loads) * pair_flops / rates.flops
-    even = float(np.sum(work)) * share * pair_flops / rates.flops
+    compute = max(loads) * pair_flops / pace.flops
+    even = float(np.sum(work)) * share * pair_flops / pace.flops
     seconds = {
-        "ring": max(compute, ring_bytes / rates.bytes) + (size - 1) * rates.latency,
-        "gather": compute + ring_bytes / rates.bytes + rates.latency,
-        "ulysses": even + heads_bytes / rates.bytes + 2 * rates.latency,
+        "ring": max(compute, ring_bytes / pace.bytes) + (size - 1) * pace.latency,
+        "gather": compute + ring_bytes / pace.bytes + pace.latency,
+        "ulysses": even + heads_bytes / pace.bytes + 2 * pace.latency,
     }
     best = min(seconds, key=lambda name: seconds[name])
     costs = ", ".join(f"{name} {cost * 1e3:.2f} ms" for name, cost in seconds.items())
@@ -102,3 +113,18 @@ def choose(sizes: Sizes, layout: Layout, mask: Mask, device: torch.device) -> Ch
         f"{heads_bytes / 2**20:.2f} MiB; busiest rank over mean {max(loads) * size / max(sum(loads), 1.0):.2f}, "
         f"by heads {share * size:.2f}",
     )
+
+
+LATENCIES = 2  # a message takes this many times as long as an empty one: shorter ones would be mostly waiting
+
+
+def portion(sizes: Sizes, layout: Layout, device: torch.device, together: int) -> int:
+    """How many key/value heads go round the ring at a time: few, because the blocks in use and on their way are of that
+    size, but enough to be worth a message, and at least the `together` query heads that the kernel has threads for."""
+    pace, heads = rates(device), max(sizes.kv_heads, 1)
+    tokens = max(1, layout.seq_len // layout.world_size)
+    head_bytes = max(1, sizes.batch * (sizes.head_dim + sizes.value_dim) * sizes.item_bytes * tokens)
+    queries = sizes.batch * max(1, sizes.heads // heads)  # that read one key/value head
+    least = max(math.ceil(LATENCIES * pace.latency * pace.bytes / head_bytes), -(-together // max(1, queries)))
+    num_portions = max(1, heads // least)
+    return -(-heads // num_portions)

@@ -66,6 +66,7 @@ ORDER = [
     "ring_attention/masks.py",
     "ring_attention/plan.py",
     "ring_attention/lse.py",
+    "ring_attention/sums.py",
     "ring_attention/kernels/reference.py",
     "ring_attention/kernels/cpu.py",
     "ring_attention/kernels/cuda.py",

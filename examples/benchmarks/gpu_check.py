@@ -4,21 +4,24 @@
     python examples/benchmarks/gpu_check.py --device cpu --small      # the same checks without a GPU
 
 zeroshard runs as the only rank: every stage must give plain torch's bits, in its time and memory. For ring_attention one
-device plays all ranks in turn: every block goes through the kernel that a rank would call, is merged as a ring merges it,
-and is compared with fp64 attention over the whole sequence, beside torch's own fused kernel in the same dtype.
+device plays all ranks, each a thread: the ring's own forward and backward with the kernel that a rank would call, messages
+handed over on the device. The result is compared with fp64 attention over the whole sequence, beside torch's own fused
+kernel in the same dtype.
 Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import json
 import pathlib
+import queue
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +33,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 from model import build
 
 import zeroshard
-from ring_attention import Contiguous, Mask, Striped, ZigZag, lse
+from ring_attention import Contiguous, Mask, Striped, ZigZag, ring
+from ring_attention.comm import GRADIENTS, KEYS
 from ring_attention.kernels import BlockKernel, Scores, choose
 from ring_attention.plan import make
-from ring_attention.ring import Merged, Rounds, Sum, calls
+from ring_attention.ring import Rounds
 
 MAX_ERROR_RATIO = 1.5  # of the fused kernel's own error
 
@@ -121,36 +125,45 @@ def check_zeroshard(args: argparse.Namespace) -> list[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------- ring_attention
 
 Triple = tuple[Tensor, Tensor, Tensor]
+Moves = Sequence[tuple[Tensor, int]]
+
+
+class Handed:
+    """Messages between ranks that are threads on one device: handed over in order, copied by whoever receives them."""
+
+    def __init__(self, rank: int, mail: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]]) -> None:
+        self.rank, self.mail = rank, mail
+
+    def start(self, sends: Moves, receives: Moves, tag: int) -> Arriving:
+        for x, peer in sends:
+            self.mail[tag, self.rank, peer].put(x)
+        return Arriving([(x, self.mail[tag, peer, self.rank]) for x, peer in receives])
+
+
+class Arriving:
+    def __init__(self, expected: list[tuple[Tensor, queue.SimpleQueue[Tensor]]]) -> None:
+        self.expected = expected
+
+    def wait(self) -> None:
+        for x, sent in self.expected:
+            x.copy_(sent.get(timeout=60))
 
 
 def play(layout: Any, mask: Mask, kernel: BlockKernel, dout: Tensor, qkv: Triple) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of the whole sequence, as all ranks of a ring compute them, one after the other."""
+    """out, dq, dk, dv of the whole sequence, from the ring's own forward and backward on every rank."""
     ranks = range(layout.world_size)
-    q, k, v, douts = ([layout.shard(x, rank, 2).contiguous() for rank in ranks] for x in (*qkv, dout))
-    outs, dqs = [], []
-    dks, dvs = ([Sum(x.shape, torch.float32, x.device) for x in shares] for shares in (k, v))
-    for rank in ranks:
-        rounds = Rounds(None, make(layout, layout, mask, rank), kernel)
-        merged, dq = Merged(q[rank], v[rank].shape[-1]), Sum(q[rank].shape, torch.float32, dout.device)
-        work = []
-        for step in rounds.plan.steps:
-            low, high = step.keys if step.distance else (0, k[step.source].shape[2])
-            keys, values = k[step.source][:, :, low:high], v[step.source][:, :, low:high]
-            work += [(call, step.source, keys, values) for call in calls(rounds, step, q[rank])]
-        for call, _, keys, values in work:
-            (query,), (key, value) = call.cut((q[rank],), (keys, values))
-            merged.add(call.queries, *kernel.forward(query, key, value, call.block, call.table))
-        out, norm = merged.out.value().to(dout.dtype), lse.finite(merged.norm.value())
-        for call, source, keys, values in work:
-            (grad, query, o, n), (key, value) = call.cut((douts[rank], q[rank], out, norm), (keys, values))
-            grads = kernel.backward(grad, query, key, value, o, n, call.block, call.table)
-            dq.add(call.queries, grads[0])
-            dks[source].add(call.keys(0), grads[1])
-            dvs[source].add(call.keys(0), grads[2])
-        outs.append(out)
-        dqs.append(dq.value())
-    found = (outs, dqs, [total.value() for total in dks], [total.value() for total in dvs])
-    return tuple(layout.unshard(parts, 2) for parts in found)
+    mail = {(tag, a, b): queue.SimpleQueue[Tensor]() for tag in (KEYS, GRADIENTS) for a in ranks for b in ranks}
+
+    def one(rank: int) -> tuple[Tensor, ...]:
+        q, k, v, grad = (layout.shard(x, rank, 2).contiguous() for x in (*qkv, dout))
+        rounds = Rounds(Handed(rank, mail), make(layout, layout, mask, rank), kernel, heads=max(1, k.shape[1] // 2))
+        out, norm = ring.forward(rounds, q, k, v)
+        out = out.to(dout.dtype)
+        return (out, *ring.backward(rounds, grad, q, k, v, out, norm, (True, True)))
+
+    with concurrent.futures.ThreadPoolExecutor(layout.world_size) as threads:
+        found = list(threads.map(one, ranks))
+    return tuple(layout.unshard(list(parts), 2) for parts in zip(*found, strict=True))
 
 
 def dense(seen: Tensor | None, dout: Tensor, qkv: Triple) -> tuple[Tensor, ...]:

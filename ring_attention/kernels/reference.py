@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ring_attention.lse import wide
 from ring_attention.plan import Block, banded, part
 
 SCORE_PAIRS = 1 << 18  # scores per head held at a time
@@ -41,23 +42,23 @@ class ReferenceKernel:
         table: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores, slope = self._scores(q, k, block, table)
-        wide, heads = scores.dtype, (k.shape[1], -1)
-        dout, out, grouped = (x.to(wide).unflatten(1, heads) for x in (dout, out, q))
+        dtype, heads = scores.dtype, (k.shape[1], -1)
+        dout, out, grouped = (x.to(dtype).unflatten(1, heads) for x in (dout, out, q))
         weights = torch.exp(scores - lse.unflatten(1, heads)[..., None])
         dv = (weights.transpose(-1, -2) @ dout).sum(2)
-        dweights = dout @ v.to(wide)[:, :, None].transpose(-1, -2)
+        dweights = dout @ v.to(dtype)[:, :, None].transpose(-1, -2)
         dscores = weights * (dweights - (dout * out).sum(-1, keepdim=True)) * self.scale
         if slope is not None:
             dscores = dscores * slope
-        dq = dscores @ k.to(wide)[:, :, None]
+        dq = dscores @ k.to(dtype)[:, :, None]
         dk = (dscores.transpose(-1, -2) @ grouped).sum(2)
         return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(self, q: Tensor, k: Tensor, block: Block, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Masked scores [B, Hkv, G, L, K] and the derivative of the softcap."""
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        grouped = q.to(wide).unflatten(1, (k.shape[1], -1))
-        scores = grouped @ k.to(wide)[:, :, None].transpose(-1, -2) * self.scale
+        dtype = wide(q.dtype)
+        grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))
+        scores = grouped @ k.to(dtype)[:, :, None].transpose(-1, -2) * self.scale
         slope = None
         if self.softcap is not None:
             capped = torch.tanh(scores / self.softcap)

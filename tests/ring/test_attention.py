@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ring_attention as ra
+from ring_attention import strategies
 from tests.harness import RankPools
 from tests.ring import drawn
 from tests.ring.problems import Problem, check
@@ -35,6 +36,52 @@ def run(ranks: RankPools, world: int, problems: list[Problem], tolerance: float 
 @given(problems=st.lists(drawn.problems(), min_size=12, max_size=12))
 def test_any_problem_equals_dense(ranks: RankPools, world: int, problems: list[Problem]) -> None:
     run(ranks, world, problems)
+
+
+def in_portions(rank: int, world: int, problems: list[Problem]) -> list[dict[str, Any]]:
+    """The same with a ring that takes one key/value head at a time, as it does with long sequences."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategies, "LATENCIES", 0)
+        return answers(rank, world, problems)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@PROPERTY
+@given(problems=st.lists(drawn.problems(), min_size=12, max_size=12))
+def test_heads_in_portions_change_nothing(ranks: RankPools, world: int, problems: list[Problem]) -> None:
+    for problem, *parts in zip(problems, *ranks(world).run(in_portions, problems), strict=True):
+        check(problem, parts)
+
+
+def on_a_mesh(rank: int, world: int, shape: tuple[int, int], problems: list[Problem]) -> list[dict[str, Any]]:
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ring", "heads"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategies, "LATENCIES", 0)
+        return [problem.ring(mesh) for problem in problems]
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 3), (2, 2)])
+@PROPERTY
+@given(problems=st.lists(drawn.problems(), min_size=12, max_size=12))
+def test_any_problem_on_a_mesh_equals_dense(ranks: RankPools, shape: tuple[int, int], problems: list[Problem]) -> None:
+    hybrid = [problem.with_(strategy="hybrid") for problem in problems]
+    for problem, *parts in zip(hybrid, *ranks(shape[0] * shape[1]).run(on_a_mesh, shape, hybrid), strict=True):
+        check(problem, parts)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sinks_with_windows_and_documents_on_uneven_shares(ranks: RankPools, world: int) -> None:
+    """Layers as gpt-oss has them, with fewer tokens than ranks and with documents and padding across borders."""
+    masks: list[dict[str, Any]] = [{"causal": True, "window": (2, 0)}, {"causal": True, "window": (6, 0)}]
+    some = [
+        Problem(S=S, B=2, heads=heads, mask=mask | extra, layout=name, strategy=strategy, sinks=True)
+        for S in (1, world - 1, 2 * world + 1, 29)
+        for heads in ((8, 1), (6, 3))
+        for mask in masks
+        for extra in ({}, {"documents": [min(at // 4, 2) if at % 9 else -1 for at in range(S)]})
+        for name, strategy in (("Contiguous", "ring"), ("ZigZag", "ulysses"), ("Striped", "gather"), ("Balanced", "auto"))
+    ]
+    run(ranks, world, some)
 
 
 def test_long_enough_for_every_cut_of_the_kernel(ranks: RankPools) -> None:

@@ -32,7 +32,7 @@ def moved(rank: int, world: int, two_axes: bool) -> None:
     parts = teams[0].spread(total[None]) if len(teams) == 1 else list(comm._spread(teams, total))
     assert all(torch.equal(part.flatten(), total) for part in parts)  # the same bits everywhere
     answer = comm.agree(teams, Call({"call": "test"}, (rank, 7)))
-    assert answer.lengths == [(r, 7) for r in range(world)]
+    assert answer.lengths == [(r, 7, 0) for r in range(world)]
 
 
 @pytest.mark.parametrize(("world", "two_axes"), [(1, False), (2, False), (3, False), (4, False), (4, True)])

@@ -163,25 +163,6 @@ def test_one_rank_holds_results_only(ranks: RankPools) -> None:
     assert forward <= 1.4 * unit and backward <= 4.8 * unit, (forward / unit, backward / unit)
 
 
-# ------------------------------------------------------------------------------------------------ sums
-def test_a_sum_writes_first_and_adds_later() -> None:
-    total = ring.Sum((2, 1, 6, 3), torch.float64, torch.device("cpu"))
-    want = torch.zeros(2, 1, 6, 3, dtype=torch.float64)
-    everything = slice(None)
-    for rows, tokens in ((slice(0, 1), slice(0, 3)), (everything, slice(2, 5)), (slice(1, 2), slice(0, 4))):
-        at = (rows, everything, tokens)
-        part = torch.randn_like(want[at])
-        total.add(at, part)
-        want[at] += part
-    assert torch.allclose(total.value(), want) and (total.value()[:, :, 5] == 0).all()
-
-
-def test_a_first_part_that_covers_all_is_the_sum() -> None:
-    total, part = ring.Sum((1, 1, 4, 2), torch.float32, torch.device("cpu")), torch.randn(1, 1, 4, 2)
-    total.add((slice(None), slice(None), slice(0, 4)), part)
-    assert total.value() is part
-
-
 def test_one_device_can_play_every_rank() -> None:
     """The plan and the kernels need no process group: a ring of one plays all ranks in turn."""
     problem = Problem(S=33, heads=(4, 2), dims=(8, 6))

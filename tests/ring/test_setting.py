@@ -22,15 +22,15 @@ def asked(strategy: str = "ring", layout: str | None = None, heads: tuple[int, i
 
 def settled(rank: int, world: int) -> None:
     told = asked()
-    assert told.problem is None and told.lengths == (6, 6) and told.scores.scale == 8**-0.5
-    assert told.settle([(6, 6)]).rounds.plan.layout == ra.ZigZag(6, 1)  # the length was pending
-    assert asked("gather").settle([(6, 6)]).rounds.ahead == 1
+    assert told.problem is None and told.lengths == (6, 6, 1) and told.scores.scale == 8**-0.5
+    assert told.settle([(6, 6, 1)]).rounds.plan.layout == ra.ZigZag(6, 1)  # the length was pending
+    assert asked("gather").settle([(6, 6, 1)]).rounds.ahead == 1
     assert "heads must divide" in str(asked(heads=(4, 3)).problem)
     assert "world_size 2, the group has 1" in str(asked(layout=ra.ZigZag(6, 2).spec).problem)
     with pytest.raises(ra.UsageError, match=r"local query lengths of the ranks are \[6\].*\[7\]"):
-        asked(layout=ra.ZigZag(7, 1).spec).settle([(6, 6)])
+        asked(layout=ra.ZigZag(7, 1).spec).settle([(6, 6, 1)])
     # the plan is made once: layers, and forward and backward, share it
-    first, second = asked().settle([(6, 6)]), asked().settle([(6, 6)])
+    first, second = asked().settle([(6, 6, 1)]), asked().settle([(6, 6, 1)])
     assert first.rounds.plan is second.rounds.plan
 
 
