@@ -91,6 +91,13 @@ class Mask:
                 rules.append(rule)
         return rules if len(rules) != 1 else [RowRule(0, None, rules[0].ids, rules[0].prefix)]
 
+    def extent(self, seq_len: int) -> int:
+        """How many tokens lie at most between two that see each other, these included."""
+        left, right = self.reach
+        bounded = self.prefix is None and left is not None and right is not None
+        near = max(1, left + right + 1) if bounded else seq_len
+        return min(near, seq_len, max(rule.longest(seq_len) for rule in self.rows))
+
     @property
     def batch(self) -> int:
         """The batch size the mask is for; 1 fits any."""
@@ -173,6 +180,16 @@ class RowRule:
             self.ids is not None and other.ids is not None and np.array_equal(self.ids, other.ids)
         )
         return alike and self.prefix == other.prefix
+
+    def longest(self, seq_len: int) -> int:
+        """Tokens from the first to the last one of a document, of that where they are most."""
+        if self.ids is None:
+            return seq_len
+        order = np.argsort(self.ids, kind="stable")
+        order = order[np.searchsorted(self.ids[order], 0) :]
+        starts = np.flatnonzero(np.diff(self.ids[order], prepend=-1))
+        ends = np.append(starts[1:], len(order)) - 1
+        return int((order[ends] - order[starts]).max() + 1) if len(order) else 0
 
     def documents_in(self, at: Positions) -> list[Positions]:
         """Indices into `at`, one array per document; padding belongs to none."""

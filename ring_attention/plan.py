@@ -39,6 +39,8 @@ class Block:
     high: int | None = None
     dense: bool = False
     pairs: int = 0  # visible (query, key) pairs in a batch row; an upper bound where dense
+    count: int = 1  # this many of them, each `stride` queries and keys after the one before: kernels make such blocks
+    stride: int = 0
 
     @property
     def queries(self) -> int:

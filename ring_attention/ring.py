@@ -16,7 +16,7 @@ the one and those on their way home.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ring_attention import comm, lse
 from ring_attention.comm import Carrier, Ring
 from ring_attention.kernels import BlockKernel
 from ring_attention.plan import Block, Plan, Step
-from ring_attention.sums import Index, Portioned, Sum, major, merge
+from ring_attention.sums import Place, Portioned, Sum, major, merge
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Homeward:
         while self._due:
             (step, own), arrived = self._due.pop(0), self._ring.wait()
             for side, part in zip(self._wanted, arrived, strict=False):
-                own[side].add((slice(None), slice(None), slice(*step.sent)), part.transpose(1, 2))
+                own[side].add(Place(slice(None), *step.sent), part.transpose(1, 2))
 
 
 # ------------------------------------------------------------------------------------------------ portions, steps, calls
@@ -187,18 +187,20 @@ class KernelCall:
     key_padding: Tensor | None = None
 
     @property
-    def queries(self) -> Index:
-        return (self.block.rows, slice(None), slice(self.block.q0, self.block.q1))
+    def queries(self) -> Place:
+        block = self.block
+        return Place(block.rows, block.q0, block.q1, block.count, block.stride)
 
     @property
-    def keys(self) -> Index:
-        return (self.block.rows, slice(None), slice(self.block.k0 - self.origin, self.block.k1 - self.origin))
+    def keys(self) -> Place:
+        block = self.block
+        return Place(block.rows, block.k0 - self.origin, block.k1 - self.origin, block.count, block.stride)
 
     def cut(self, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors' parts in this block, with zeros for padding in dense blocks: 0 times NaN would be NaN."""
         return (
-            [_blanked(x[self.queries], self.query_padding) for x in by_query],
-            [_blanked(x[self.keys], self.key_padding) for x in by_key],
+            [_blanked(self.queries.of(x), self.query_padding) for x in by_query],
+            [_blanked(self.keys.of(x), self.key_padding) for x in by_key],
         )
 
 
@@ -210,7 +212,9 @@ def calls(rounds: Rounds, step: Step, q: Tensor, heads: slice) -> Iterator[Kerne
     for whole in step.blocks:
         for block in rounds.kernel.cut(whole):
             if not block.dense:
-                yield KernelCall(block, origin)
+                rows = range(q.shape[0])[block.rows] if block.count > 1 else ()
+                alone = [replace(block, rows=slice(row, row + 1)) for row in rows]  # several places, so one row at a time
+                yield from (KernelCall(one, origin) for one in alone or [block])
                 continue
             i = torch.from_numpy(plan.layout.held(plan.rank)[block.q0 : block.q1])
             j = torch.from_numpy(plan.key_layout.held(step.source)[block.k0 : block.k1])

@@ -127,6 +127,13 @@ def chosen(sizes: Sizes, layout: str, mask: str, tensors: MaskTensors, device: t
     return strategies.choose(sizes, layouts.parse(layout), rule, device)
 
 
+@lru_cache(maxsize=64)
+def portion(sizes: Sizes, layout: str, mask: str, tensors: MaskTensors, device: torch.device, together: int) -> int:
+    """`strategies.portion`, kept."""
+    rule = masks.parse(mask, tensors.documents, tensors.prefix)
+    return strategies.portion(sizes, layouts.parse(layout), rule, device, together)
+
+
 class Setting:
     """How one call is done: the rounds of the ring, and the exchange of heads around it where there is one."""
 
@@ -148,8 +155,8 @@ class Setting:
         if ours.world_size == 1 or choice.strategy == "gather":
             self.rounds = Rounds(ring, steps, kernel, ours.world_size, asked.table)
         else:
-            heads_at_a_time = strategies.portion(asked.sizes, theirs, asked.device, together)
-            self.rounds = Rounds(ring, steps, kernel, 1, asked.table, heads_at_a_time)
+            at_a_time = portion(asked.sizes, theirs.spec, asked.request.mask, asked.tensors, asked.device, together)
+            self.rounds = Rounds(ring, steps, kernel, 1, asked.table, at_a_time)
 
     def my_heads(self, x: Tensor) -> Tensor:
         """The part of a tensor [Hq] that belongs to the heads computed here."""

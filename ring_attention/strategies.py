@@ -115,16 +115,18 @@ def choose(sizes: Sizes, layout: Layout, mask: Mask, device: torch.device) -> Ch
     )
 
 
+MOST_PORTIONS = 8  # more would save little memory and make kernel calls small
 LATENCIES = 2  # a message takes this many times as long as an empty one: shorter ones would be mostly waiting
 
 
-def portion(sizes: Sizes, layout: Layout, device: torch.device, together: int) -> int:
+def portion(sizes: Sizes, layout: Layout, mask: Mask, device: torch.device, together: int) -> int:
     """How many key/value heads go round the ring at a time: few, because the blocks in use and on their way are of that
     size, but enough to be worth a message, and at least the `together` query heads that the kernel has threads for."""
     pace, heads = rates(device), max(sizes.kv_heads, 1)
-    tokens = max(1, layout.seq_len // layout.world_size)
+    share = max(1, layout.seq_len // layout.world_size)
+    tokens = max(1, min(share, mask.extent(layout.seq_len)))  # of another rank that are needed at a time
     head_bytes = max(1, sizes.batch * (sizes.head_dim + sizes.value_dim) * sizes.item_bytes * tokens)
     queries = sizes.batch * max(1, sizes.heads // heads)  # that read one key/value head
     least = max(math.ceil(LATENCIES * pace.latency * pace.bytes / head_bytes), -(-together // max(1, queries)))
-    num_portions = max(1, heads // least)
+    num_portions = max(1, min(heads // least, MOST_PORTIONS * tokens // share))
     return -(-heads // num_portions)

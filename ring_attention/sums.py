@@ -6,16 +6,49 @@ B batch, H heads, S tokens. Everything is [B, H, S, ...].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ring_attention import lse
 
-Index = tuple[slice, slice, slice]
+Flags = npt.NDArray[np.bool_]
 
-EVERYTHING = (slice(None), slice(None), slice(None))
+
+@dataclass(frozen=True)
+class Place:
+    """Which rows of the batch and which tokens of a tensor [B, H, S, ...].
+
+    With a `count` over 1 that many runs of tokens of one row, each `stride` after the one before it; they take the
+    place of the batch. Runs do not overlap, so what is read here can be written here.
+    """
+
+    rows: slice
+    start: int
+    stop: int
+    count: int = 1
+    stride: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """The part as a view [B or count, H, stop - start, ...]."""
+        part = x[self.rows, :, self.start : self.stop + (self.count - 1) * self.stride]
+        if self.count == 1:
+            return part
+        runs = part.unfold(2, self.stop - self.start, self.stride)[0]  # [H, count, ..., L]
+        return runs.movedim(1, 0).movedim(-1, 2)
+
+    def of_flags(self, flags: Flags) -> Flags:
+        """The part of an array [B, S] as a view [B or count, stop - start]."""
+        if self.count == 1:
+            return flags[self.rows, self.start : self.stop]
+        row = flags[self.rows][0, self.start :]
+        step = row.strides[0]
+        return np.lib.stride_tricks.as_strided(
+            row, (self.count, self.stop - self.start), (self.stride * step, step), writeable=True
+        )
 
 
 def major(x: Tensor) -> str:
@@ -53,29 +86,28 @@ class Sum:
     def like(cls, x: Tensor) -> Sum:
         return cls(tuple(x.shape), lse.wide(x.dtype), x.device)
 
-    def take(self, at: Index, part: Tensor) -> bool:
+    def take(self, at: Place, part: Tensor) -> bool:
         """Writes a part where nothing has been written; False if it has to be added to what is there."""
-        rows, _, tokens = at
-        written = self._written[rows, tokens]
+        written = at.of_flags(self._written)
         if self._sum is None and tuple(part.shape) == self.shape:
             self._sum = part.to(self.dtype)
         elif not written.any():
-            self._storage()[at] = part
+            self.at(at).copy_(part)
         else:
             self._blank(at)
             return False
         written[...] = True
         return True
 
-    def add(self, at: Index, part: Tensor) -> None:
+    def add(self, at: Place, part: Tensor) -> None:
         if not self.take(at, part):
-            self._storage()[at] += part
+            self.at(at).add_(part)
 
-    def at(self, index: Index) -> Tensor:
-        return self._storage()[index]
+    def at(self, place: Place) -> Tensor:
+        return place.of(self._storage())
 
     def value(self) -> Tensor:
-        self._blank(EVERYTHING)
+        self._blank(Place(slice(None), 0, self.shape[2]))
         return self._storage()
 
     def _storage(self) -> Tensor:
@@ -83,13 +115,12 @@ class Sum:
             self._sum = new_empty(self.shape, self.dtype, self.device, self.major)
         return self._sum
 
-    def _blank(self, at: Index) -> None:
+    def _blank(self, at: Place) -> None:
         """Puts `empty` where nothing has been written."""
-        rows, _, tokens = at
-        written = self._written[rows, tokens]
+        written = at.of_flags(self._written)
         if not written.all():
             hole = torch.from_numpy(~written).to(self.device)[:, None]
-            target = self._storage()[at]
+            target = self.at(at)
             target.masked_fill_(hole[..., None] if target.dim() == 4 else hole, self.empty)
             written[...] = True
 
@@ -115,7 +146,7 @@ class Portioned:
         return values[0] if self._whole is None else self._whole
 
 
-def merge(out: Sum, norm: Sum, at: Index, part: Tensor, part_norm: Tensor) -> None:
+def merge(out: Sum, norm: Sum, at: Place, part: Tensor, part_norm: Tensor) -> None:
     """Merges a block's output and log-sum-exp into what is there."""
     first = out.take(at, part), norm.take(at, part_norm)
     if not all(first):

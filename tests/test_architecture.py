@@ -68,6 +68,7 @@ ORDER = [
     "ring_attention/lse.py",
     "ring_attention/sums.py",
     "ring_attention/kernels/reference.py",
+    "ring_attention/kernels/flex.py",
     "ring_attention/kernels/cpu.py",
     "ring_attention/kernels/cuda.py",
     "ring_attention/kernels/__init__.py",

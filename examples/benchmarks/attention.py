@@ -7,7 +7,9 @@ Every round of a row runs every contender once, one after the other, so that a s
 them; ratios are taken within a round, and what is printed is their median and spread. In all rows 8 heads of 64, fp32,
 forward and backward; the rings have 2 ranks of one thread, `fused` is one process of two threads on the whole sequence.
 
-causal      ratio to the fused kernel's time. Other rings that are not installed are left out, and said to be.
+causal      ratio to the fused kernel's time.
+others      the same beside other rings, in one round, with peak bytes above the inputs. Those that are not installed are
+            left out, and said to be.
 documents,  ratio to the floor: the fused kernel's time at causal attention of that length, times the part of its pairs
 window      that the mask lets through.
 memory      peak bytes per rank above the inputs, ratio to those of one rank.
@@ -43,14 +45,16 @@ class Row:
     options: tuple[str, ...] = ()
     contenders: tuple[str, ...] = ("fused", "ring")
     floor: bool = False  # compare with the work that the mask leaves, instead of all
+    brief: bool = False  # one round of one call, and the memory
     target: float | None = None
 
 
 ROWS = {
-    "causal 8k": Row(8192, contenders=("fused", "ring", *MODULES), target=1.00),
+    "causal 8k": Row(8192, target=1.00),
     "causal 32k": Row(32768, target=0.97),
     "documents": Row(16384, ("--documents", "1024"), floor=True, target=1.10),
     "window": Row(16384, ("--window", "1024"), floor=True, target=1.30),
+    "others": Row(8192, contenders=("fused", "ring", *MODULES), brief=True, target=1.00),
 }
 MEMORY_ROW, MEMORY_WORLDS = Row(8192), (1, 2, 4, 8)
 MEMORY_TARGETS = {4: 0.45, 8: 0.225}
@@ -76,10 +80,8 @@ def run(contender: str, world: int, row: Row, args: argparse.Namespace, *extra: 
     command = [sys.executable, *launcher, str(WORKER), contender, "--seq-len", str(seq_len), "--threads", str(threads)]
     paths = [str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [*command, "--repeats", str(args.repeats), *own, *extra], capture_output=True, text=True, timeout=900, env=env,
-        check=False,
-    )  # fmt: skip
+    command += ["--repeats", str(1 if row.brief else args.repeats), *own, *extra]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"contender"')]
     if not lines:
         print(f"{contender} failed:\n{done.stderr[-1500:]}", file=sys.stderr)
@@ -97,9 +99,13 @@ def run(contender: str, world: int, row: Row, args: argparse.Namespace, *extra: 
 def timed(row: Row, contenders: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Medians of all rounds, and ratios within a round with their smallest and largest value."""
     rounds: list[dict[str, dict[str, Any]]] = []
-    for _ in range(args.rounds):
-        runs = {contender: run(contender, 2, row, args) for contender in contenders}
-        rounds.append({contender: seen for contender, seen in runs.items() if seen is not None})
+    for number in range(1 if row.brief else args.rounds):
+        rounds.append({})
+        for contender in contenders:
+            seen = run(contender, 2, row, args)
+            if seen is not None:
+                rounds[-1][contender] = seen
+                print(f"round {number} {contender}: {seen['seconds']:.3f} s", flush=True)
     found: dict[str, Any] = {}
     for contender in contenders:
         mine = [r for r in rounds if contender in r and "fused" in r]
@@ -107,7 +113,7 @@ def timed(row: Row, contenders: list[str], args: argparse.Namespace) -> dict[str
             continue
         part = mine[0][contender]["visible_pairs"] / mine[0][contender]["causal_pairs"] if row.floor else 1.0
         ratios = [r[contender]["seconds"] / (r["fused"]["seconds"] * part) for r in mine]
-        memory = run(contender, 2, row, args, "--memory")
+        memory = run(contender, 2, row, args, "--memory") if row.brief else None
         found[contender] = {
             "seconds": statistics.median(r[contender]["seconds"] for r in mine),
             "ratio": [statistics.median(ratios), min(ratios), max(ratios)],

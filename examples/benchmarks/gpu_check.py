@@ -156,7 +156,10 @@ def play(layout: Any, mask: Mask, kernel: BlockKernel, dout: Tensor, qkv: Triple
 
     def one(rank: int) -> tuple[Tensor, ...]:
         q, k, v, grad = (layout.shard(x, rank, 2).contiguous() for x in (*qkv, dout))
-        rounds = Rounds(Handed(rank, mail), make(layout, layout, mask, rank), kernel, heads=max(1, k.shape[1] // 2))
+        mine = layout.positions(rank)
+        table = mask.mod_table(mine, torch.arange(layout.seq_len), *q.shape[:2])
+        plan = make(layout, layout, mask, rank, dense=table is not None)
+        rounds = Rounds(Handed(rank, mail), plan, kernel, table=table, heads=max(1, k.shape[1] // 2))
         out, norm = ring.forward(rounds, q, k, v)
         out = out.to(dout.dtype)
         return (out, *ring.backward(rounds, grad, q, k, v, out, norm, (True, True)))
@@ -164,6 +167,10 @@ def play(layout: Any, mask: Mask, kernel: BlockKernel, dout: Tensor, qkv: Triple
     with concurrent.futures.ThreadPoolExecutor(layout.world_size) as threads:
         found = list(threads.map(one, ranks))
     return tuple(layout.unshard(list(parts), 2) for parts in zip(*found, strict=True))
+
+
+def two_of_three(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q - k) % 3 < 2
 
 
 def dense(seen: Tensor | None, dout: Tensor, qkv: Triple) -> tuple[Tensor, ...]:
@@ -185,6 +192,7 @@ def check_ring(args: argparse.Namespace) -> list[dict[str, Any]]:
         "causal": (Mask(causal=True), causal),
         "window": (Mask(causal=True, window=(window, 0)), causal & (distance <= window)),
         "documents": (Mask(causal=True, documents=documents.cpu()), causal & (documents[:, None] == documents[None])),
+        "mask_mod": (Mask(causal=True, mask_mod=two_of_three), causal & (distance % 3 < 2)),
     }
     generator = torch.Generator().manual_seed(2)
     q, k, v, dout = (torch.randn(1, 8, seq_len, 64, generator=generator).to(device, dtype) for _ in range(4))

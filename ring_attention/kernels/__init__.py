@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ring_attention.kernels.cpu import CpuKernel
 from ring_attention.kernels.cuda import CudaKernel
+from ring_attention.kernels.flex import FlexKernel
 from ring_attention.kernels.reference import ReferenceKernel
 from ring_attention.plan import Block
 
@@ -55,6 +56,6 @@ def choose(device: torch.device, dtype: torch.dtype, scores: Scores, head_dim: i
     """The fastest kernel that computes these scores on this device."""
     if scores.softcap is None and device.type == "cpu":
         return CpuKernel(scores.scale)
-    if scores.softcap is None and device.type == "cuda" and CudaKernel.takes(dtype, head_dim):
-        return CudaKernel(scores.scale)
+    if device.type == "cuda" and CudaKernel.takes(dtype, head_dim):
+        return CudaKernel(scores.scale) if scores.softcap is None else FlexKernel(scores.scale, scores.softcap)
     return ReferenceKernel(scores.scale, scores.softcap)

@@ -1,4 +1,5 @@
-"""The kernel on NVIDIA GPUs: flash attention with its window, which takes any band in one call."""
+"""The kernel on NVIDIA GPUs: flash attention with its window, which takes any band in one call; flex attention for the
+masks that come as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ring_attention.kernels.reference import ReferenceKernel
+from ring_attention.kernels.flex import FlexKernel
 from ring_attention.plan import Block
 
 MAX_HEAD_DIM = 256
@@ -16,7 +17,7 @@ MAX_HEAD_DIM = 256
 class CudaKernel:
     def __init__(self, scale: float) -> None:
         self.scale = scale
-        self._dense = ReferenceKernel(scale)
+        self._dense = FlexKernel(scale)
         self._forward = torch.ops.aten._flash_attention_forward
         self._backward = torch.ops.aten._flash_attention_backward
 

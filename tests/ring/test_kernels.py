@@ -8,13 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
 
 from ring_attention import kernels, lse, plan
 from ring_attention.kernels import Scores, cpu, cuda
 from ring_attention.kernels.cpu import CpuKernel
 from ring_attention.kernels.cuda import CudaKernel
+from ring_attention.kernels.flex import FlexKernel
 from ring_attention.kernels.reference import ReferenceKernel
 from ring_attention.plan import Block
+from ring_attention.sums import Place
 
 SCALE = 0.3
 
@@ -28,26 +31,32 @@ def whole(L: int, K: int, low: int | None = None, high: int | None = None, dense
     return Block(slice(None), 0, L, 0, K, low, high, dense)
 
 
+def of(b: Block, table: Any) -> tuple[Place, Place, Any]:
+    """Where a block's queries and keys are, and its part of the table."""
+    mask = None if table is None else table[:, :, b.q0 : b.q1, b.k0 : b.k1]
+    return Place(b.rows, b.q0, b.q1, b.count, b.stride), Place(b.rows, b.k0, b.k1, b.count, b.stride), mask
+
+
 def through(kernel: Any, block: Block, q: Any, k: Any, v: Any, dout: Any, table: Any = None) -> dict[str, torch.Tensor]:
     """A block through a kernel as the ring does it: cut, merged, and back with the merged result."""
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
     norm = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)
-    pieces = list(kernel.cut(block))
+    pieces = [
+        plan.replace(b, rows=slice(row, row + 1)) if b.count > 1 else b
+        for b in kernel.cut(block)
+        for row in (range(len(q)) if b.count > 1 else [0])
+    ]
     for b in pieces:
-        at, keys, mask = slice(b.q0, b.q1), slice(b.k0, b.k1), None if table is None else table[:, :, b.q0 : b.q1]
-        mask = None if mask is None else mask[..., b.k0 : b.k1]
-        part = kernel.forward(q[:, :, at], k[:, :, keys], v[:, :, keys], b, mask)
-        lse.merge_(out[:, :, at], norm[:, :, at], part[0], part[1].to(norm.dtype))
+        at, keys, mask = of(b, table)
+        part = kernel.forward(at.of(q), keys.of(k), keys.of(v), b, mask)
+        lse.merge_(at.of(out), at.of(norm), part[0], part[1].to(norm.dtype))
     grads = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)]
     kept, finite = out.to(q.dtype), lse.finite(norm).to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     for b in pieces:
-        at, keys, mask = slice(b.q0, b.q1), slice(b.k0, b.k1), None if table is None else table[:, :, b.q0 : b.q1]
-        mask = None if mask is None else mask[..., b.k0 : b.k1]
-        parts = kernel.backward(
-            dout[:, :, at], q[:, :, at], k[:, :, keys], v[:, :, keys], kept[:, :, at], finite[:, :, at], b, mask
-        )
+        at, keys, mask = of(b, table)
+        parts = kernel.backward(at.of(dout), at.of(q), keys.of(k), keys.of(v), at.of(kept), at.of(finite), b, mask)
         for total, part, where in zip(grads, parts, (at, keys, keys), strict=True):
-            total[:, :, where] += part
+            where.of(total).add_(part)
     return {"out": out, "lse": norm, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
 
 
@@ -85,17 +94,15 @@ def test_the_reference_kernel_is_autograds(softcap: float | None, table: bool) -
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(data=st.data())
 def test_the_cpu_kernel_is_the_reference_one(data: st.DataObject) -> None:
-    L, K = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30))
+    L, K = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     block = whole(L, K, data.draw(st.none() | st.integers(1 - K, 0)), data.draw(st.none() | st.integers(0, L - 1)))
     block = plan.trimmed(block, (0, L), (0, K))
     block = whole(block.queries, block.keys, block.low, block.high)
-    small, unit, native, stretch, wide = data.draw(
-        st.sampled_from([(0, 4, 8, 2, 5), (9, 2, 100, 3, 6), (20, 128, 2048, 128, 1024), (1 << 16, 128, 2048, 128, 1024)])
-    )
+    sizes = [(0, 1, 8, 2, 3, 4, 1), (9, 2, 100, 3, 6, 7, 2), (20, 4, 12, 3, 9, 99, 4), (1 << 16, 128, 2048, 128, 256, 2048, 16)]
+    names = ("SMALL_PAIRS", "BASE", "NATIVE", "STRETCH", "NARROW", "TOGETHER", "ALIGN")
+    drawn = data.draw(st.sampled_from(sizes))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(
-            ("SMALL_PAIRS", "UNIT", "NATIVE", "STRETCH", "WIDE"), (small, unit, native, stretch, wide), strict=True
-        ):
+        for name, value in zip(names, drawn, strict=True):
             patch.setattr(cpu, name, value)
         torch.manual_seed(0)
         inputs = tensors(block.queries, block.keys, *data.draw(st.sampled_from([(8, 8), (8, 5), (6, 16)])))
@@ -103,7 +110,8 @@ def test_the_cpu_kernel_is_the_reference_one(data: st.DataObject) -> None:
         covered = torch.zeros(block.queries, block.keys, dtype=torch.long)
         for b in pieces:
             assert b.queries and b.keys and plan.banded(b).any(1).all()
-            covered[b.q0 : b.q1, b.k0 : b.k1] += plan.banded(b)
+            for on in range(0, b.count * b.stride or 1, b.stride or 1):
+                covered[b.q0 + on : b.q1 + on, b.k0 + on : b.k1 + on] += plan.banded(b)
         assert torch.equal(covered, plan.banded(block).long())
         close(through(CpuKernel(SCALE), block, *inputs), through(ReferenceKernel(SCALE), block, *inputs))
 
@@ -122,10 +130,10 @@ def test_the_cpu_kernel_takes_tables_with_rows_that_see_nobody() -> None:
     [
         (whole(4096, 4096), 1),
         (whole(4096, 4096, low=0), 1),  # the operation's own causal form
-        (whole(512, 512, low=0), 3),
+        (whole(512, 512, low=0), 3),  # 4 small triangles, 2 and 1 rectangles of rising size
         (whole(256, 256, low=0), 1),
-        (whole(4096, 4096, low=0, high=1023), 16),  # stretches of 256 queries
-        (whole(4096, 4096, low=0, high=99), 32),
+        (whole(4096, 4096, low=0, high=1023), 15),
+        (whole(4096, 4096, low=0, high=99), 4),  # stretches of 128 queries, those that share no keys together
     ],
 )
 def test_bands_take_few_calls(block: Block, calls: int) -> None:
@@ -134,8 +142,14 @@ def test_bands_take_few_calls(block: Block, calls: int) -> None:
 
 def test_a_window_computes_little_that_nobody_sees() -> None:
     block = whole(16384, 16384, low=0, high=1023)
-    computed = sum(b.queries * b.keys for b in CpuKernel(SCALE).cut(block))
-    assert computed <= 1.25 * (16384 * 1024 - 1024 * 1023 // 2)
+    computed = sum(b.count * b.queries * b.keys for b in CpuKernel(SCALE).cut(block))
+    assert computed <= 1.15 * (16384 * 1024 - 1024 * 1023 // 2)
+
+
+@pytest.mark.parametrize("length", [1024, 937, 1500])
+def test_a_document_computes_little_that_nobody_sees(length: int) -> None:
+    computed = sum(b.count * b.queries * b.keys for b in CpuKernel(SCALE).cut(whole(length, length, low=0)))
+    assert computed <= 1.26 * (length * (length + 1) // 2)
 
 
 # ------------------------------------------------------------------------------------------------ flash attention
@@ -222,5 +236,57 @@ def test_the_fastest_kernel_that_can_is_chosen() -> None:
     assert isinstance(kernels.choose(on_cpu, torch.float32, Scores(1.0), 64), CpuKernel)
     assert isinstance(kernels.choose(on_cpu, torch.float32, Scores(1.0, 30.0), 64), ReferenceKernel)
     assert isinstance(kernels.choose(on_cuda, bf16, Scores(1.0), 64), CudaKernel)
+    assert isinstance(kernels.choose(on_cuda, bf16, Scores(1.0, 30.0), 64), FlexKernel)
     assert isinstance(kernels.choose(on_cuda, torch.float64, Scores(1.0), 64), ReferenceKernel)
     assert isinstance(kernels.choose(on_cuda, bf16, Scores(1.0), cuda.MAX_HEAD_DIM + 8), ReferenceKernel)
+
+
+# ------------------------------------------------------------------------------------------------ flex attention
+def differentiable(
+    q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale: float, enable_gqa: bool, return_aux: Any
+) -> tuple[torch.Tensor, AuxOutput]:
+    """Flex attention's answer in plain operations, since its own backward needs a GPU."""
+    assert enable_gqa and return_aux == AuxRequest(lse=True)
+    groups = q.shape[1] // k.shape[1]
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
+    scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * scale
+    scores = scores if score_mod is None else score_mod(scores, b, h, i, j)
+    seen = torch.ones((), dtype=torch.bool) if block_mask is None else block_mask.mask_mod(b, h, i, j)
+    alone = ~seen.expand(scores.shape).any(-1)
+    scores = scores.masked_fill(~seen, -torch.inf).masked_fill(alone[..., None], 0.0)
+    weights = scores.softmax(-1).masked_fill(alone[..., None], 0.0)
+    return weights @ v.repeat_interleave(groups, 1), AuxOutput(lse=scores.logsumexp(-1).masked_fill(alone, -torch.inf))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("shape", [None, (2, 1), (1, 4), (1, 1)])
+def test_the_flex_kernel_is_the_reference_one(softcap: float | None, shape: tuple[int, int] | None) -> None:
+    """Backward from the merged result, through the cotangents of a part; a band of two calls, tables of all shapes."""
+    inputs, table, block = tensors(12, 9), None, whole(12, 9, low=-3, high=5)
+    if shape is not None:
+        table, block = torch.rand(*shape, 12, 9) < 0.6, whole(12, 9, dense=True)
+    flex, want = FlexKernel(SCALE, softcap, differentiable), ReferenceKernel(SCALE, softcap)
+    close(through(Halved(flex), block, *inputs, table), through(want, block, *inputs, table))
+
+
+class Halved:
+    """A kernel that is given each block in two parts, so that what it answers has to be merged."""
+
+    def __init__(self, kernel: FlexKernel) -> None:
+        self.forward, self.backward = kernel.forward, kernel.backward
+
+    def cut(self, block: Block) -> list[Block]:
+        half = block.keys // 2
+        return [plan.part(block, (0, block.queries), keys) for keys in ((0, half), (half, block.keys))]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_flex_attention_takes_what_the_kernel_gives_it(softcap: float | None) -> None:
+    """The real operation, forward, as it runs on a CPU."""
+    inputs = tensors(40, 24, 16, 16, dtype=torch.float32)
+    table = torch.rand(2, 1, 40, 24) < 0.4
+    table[:, :, 5] = False
+    for block, seen in ((whole(40, 24, dense=True), table), (whole(40, 24, low=0), None)):
+        got = FlexKernel(SCALE, softcap, flex_attention).forward(*inputs[:3], block, seen)
+        want = ReferenceKernel(SCALE, softcap).forward(*inputs[:3], block, seen)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))

@@ -73,3 +73,15 @@ def test_masks_show_what_they_are() -> None:
     mask = ra.Mask(causal=True, window=(3, None), documents=torch.zeros(4).long())
     assert repr(mask) == "Mask(causal=True, window=(3, None), documents=int64[4], prefix=None, mask_mod=None)"
     assert mask.summary() == "causal + window (3, None) + documents" and ra.Mask().summary() == "full attention"
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(problem=drawn())
+def test_extent_is_the_furthest_that_anybody_sees(problem: Problem) -> None:
+    """Never less than that; exactly that where documents alone decide."""
+    seen = problem.visible().any(0)[0].nonzero()
+    furthest = int((seen[:, 0] - seen[:, 1]).abs().max()) + 1 if len(seen) else 0
+    extent = problem.mask_of().extent(problem.S)
+    assert furthest <= extent <= problem.S
+    if set(problem.mask) <= {"causal", "documents"}:
+        assert extent == furthest
