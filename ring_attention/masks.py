@@ -94,8 +94,9 @@ class Mask:
     def extent(self, seq_len: int) -> int:
         """How many tokens lie at most between two that see each other, these included."""
         left, right = self.reach
-        bounded = self.prefix is None and left is not None and right is not None
-        near = max(1, left + right + 1) if bounded else seq_len
+        near = seq_len
+        if self.prefix is None and left is not None and right is not None:
+            near = max(1, left + right + 1)
         return min(near, seq_len, max(rule.longest(seq_len) for rule in self.rows))
 
     @property

@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace, rank: int, barrier: Callable[[], None]) ->
     inputs = []
     for _ in range(4):
         whole = torch.randn(shape, generator=generator).to(getattr(torch, args.dtype))
-        inputs.append(layout.shard(whole, rank, 2).contiguous())
+        inputs.append(layout.shard(whole.transpose(1, 2), rank, 1).transpose(1, 2))  # [B, S, H, D] in memory, as models have it
         del whole
     q, k, v, dout = inputs
     for leaf in (q, k, v):

@@ -45,11 +45,10 @@ def in_portions(rank: int, world: int, problems: list[Problem]) -> list[dict[str
         return answers(rank, world, problems)
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @PROPERTY
 @given(problems=st.lists(drawn.problems(), min_size=12, max_size=12))
-def test_heads_in_portions_change_nothing(ranks: RankPools, world: int, problems: list[Problem]) -> None:
-    for problem, *parts in zip(problems, *ranks(world).run(in_portions, problems), strict=True):
+def test_heads_in_portions_change_nothing(ranks: RankPools, problems: list[Problem]) -> None:
+    for problem, *parts in zip(problems, *ranks(3).run(in_portions, problems), strict=True):
         check(problem, parts)
 
 
@@ -60,7 +59,7 @@ def on_a_mesh(rank: int, world: int, shape: tuple[int, int], problems: list[Prob
         return [problem.ring(mesh) for problem in problems]
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
 @PROPERTY
 @given(problems=st.lists(drawn.problems(), min_size=12, max_size=12))
 def test_any_problem_on_a_mesh_equals_dense(ranks: RankPools, shape: tuple[int, int], problems: list[Problem]) -> None:
@@ -69,7 +68,7 @@ def test_any_problem_on_a_mesh_equals_dense(ranks: RankPools, shape: tuple[int, 
         check(problem, parts)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_sinks_with_windows_and_documents_on_uneven_shares(ranks: RankPools, world: int) -> None:
     """Layers as gpt-oss has them, with fewer tokens than ranks and with documents and padding across borders."""
     masks: list[dict[str, Any]] = [{"causal": True, "window": (2, 0)}, {"causal": True, "window": (6, 0)}]
