@@ -286,8 +286,21 @@ def test_the_device_check_passes_where_there_is_no_gpu(tmp_path: pathlib.Path) -
     env = os.environ | rank_environment() | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     rows = json.loads(report.read_text()) if report.exists() else []
-    assert len(rows) == 13 and all(row["passed"] for row in rows), done.stdout + done.stderr
+    assert len(rows) == 16 and all(row["passed"] for row in rows), done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_the_attention_benchmark_runs(tmp_path: pathlib.Path) -> None:
+    """Two short rows: every contender that is there has a ratio, and a picture is drawn."""
+    pytest.importorskip("matplotlib")
+    script = EXAMPLES / "benchmarks" / "attention.py"
+    command = [sys.executable, str(script), "--rows", "causal 8k", "window", "--scale", "0.02", "--rounds", "1"]
+    command += ["--repeats", "1", "--out", str(tmp_path)]
+    env = os.environ | rank_environment() | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 0 and (tmp_path / "attention.png").exists(), done.stdout + done.stderr
+    rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert all(set(row["contenders"]) == {"fused", "ring"} for row in rows.values()) and len(rows) == 2
 
 
 # ------------------------------------------------------------------------------------- the READMEs, the YAML files

@@ -88,7 +88,7 @@ def _bias(block: Block, table: Tensor | None, dtype: torch.dtype) -> Tensor | No
     return _band_bias(block.queries, block.keys, block.low, block.high, dtype)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _band_bias(queries: int, keys: int, low: int | None, high: int | None, dtype: torch.dtype) -> Tensor:
     """Kept, because pieces of one size have the same one."""
     inside = banded(Block(slice(None), 0, queries, 0, keys, low, high))
