@@ -55,6 +55,7 @@ ORDER = [
     "zeroshard/integrations/parallelism.py",
     "zeroshard/integrations/context.py",
     "zeroshard/integrations/accelerate.py",
+    "zeroshard/integrations/losses.py",
     "zeroshard/integrations/transformers.py",
     "zeroshard/integrations/lightning.py",
     "zeroshard/integrations/__init__.py",

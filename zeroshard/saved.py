@@ -71,9 +71,11 @@ class Packer:
         self.runtime, self.outside = runtime, outside
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if self.outside is not None:
-            return Foreign(self.outside[1], self.outside[0](tensor))
         unit = self.runtime.unit_of_storage.get(tensor.untyped_storage()._cdata)
+        if self.outside is not None:
+            # Whoever keeps a frozen parameter keeps the object, whose values are exchanged at release: an alias stays.
+            kept = tensor.detach() if unit is not None and not tensor.requires_grad else tensor
+            return Foreign(self.outside[1], self.outside[0](kept))
         if unit is None or tensor.dtype != unit.compute or unit.use is None or tensor.is_conj() or tensor.is_neg():
             return tensor  # a conjugate is a view that its place does not tell: it stays, and keeps its buffer
         return Ref(tensor, unit.use)

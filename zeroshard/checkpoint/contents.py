@@ -58,11 +58,15 @@ def is_cut(entry: Entry) -> bool:
 # ------------------------------------------------------------------------------------------ model and averages
 
 
-def parameters(runtime: Runtime) -> list[Part]:
+def kept(runtime: Runtime, trainable_only: bool) -> list[Entry]:
+    """The parameters of a checkpoint."""
+    return [e for unit in runtime.units for e in unit.entries if e.param.requires_grad or not trainable_only]
+
+
+def parameters(runtime: Runtime, trainable_only: bool) -> list[Part]:
     return [
-        Part(f"model.{e.name}", e.slot.shape, e.start, e.piece_of(unit.shard), not is_cut(e))
-        for unit in runtime.units
-        for e in unit.entries
+        Part(f"model.{e.name}", e.slot.shape, e.start, e.piece_of(e.unit.shard), not is_cut(e))
+        for e in kept(runtime, trainable_only)
     ]
 
 
@@ -74,11 +78,11 @@ def averages(ema: EMA, runtime: Runtime) -> list[Part]:
     ]
 
 
-def aliases(runtime: Runtime) -> dict[str, str]:
+def aliases(runtime: Runtime, trainable_only: bool) -> dict[str, str]:
     """Other names of tied parameters -> the name they are saved under."""
     return {
         f"model.{name}": f"model.{entry.name}"
-        for entry in runtime.entry_of.values()
+        for entry in kept(runtime, trainable_only)
         for name in entry.names
         if name != entry.name
     }

@@ -148,9 +148,10 @@ class _Loading:
     # ---- the model
 
     def _match_model(self) -> None:
-        self._buffers, self._extra_state = contents.buffers(self.model, self.runtime)
+        trainable_only = self.contents.get("trainable_only", False)
+        self._buffers, self._extra_state = ({}, {}) if trainable_only else contents.buffers(self.model, self.runtime)
         there = {n.removeprefix("model.") for n in self.reader.index.metadata.state_dict_metadata if n.startswith("model.")}
-        here = {name for entry in self.runtime.entry_of.values() for name in entry.names} | set(self._buffers)
+        here = {name for entry in contents.kept(self.runtime, trainable_only) for name in entry.names} | set(self._buffers)
         missing, unexpected = sorted(here - there), sorted(there - here)
         if missing or unexpected:
             raise ShardError(
@@ -161,7 +162,7 @@ class _Loading:
                     if names
                 )
             )
-        self._add(contents.parameters(self.runtime), "")
+        self._add(contents.parameters(self.runtime, trainable_only), "")
         for name, buffer in self._buffers.items():
             if buffer.device.type == "meta":
                 buffer = self._buffers[name] = torch.empty_like(buffer, device=self.runtime.units[0].shard.device)

@@ -40,6 +40,7 @@ def save(
     ema: EMA | None = None,
     blocking: bool = True,
     keep: int | None = None,
+    trainable_only: bool = False,
 ) -> Saving | None:
     """Writes a checkpoint that `load` reads at any stage, on any number of ranks, bit for bit. Collective.
 
@@ -56,6 +57,7 @@ def save(
             Those beside `path` whose names differ in the number alone are the run's. When the new one is published, the
             ones with the lowest numbers go, each by one rename first, so that what still has its name is complete. Also
             cleared is what broken-off saves of the run have left. `None` touches no other path.
+        trainable_only: of the model only parameters with `requires_grad` (adapters); `load` leaves the others as they are.
 
     Memory beyond the model's own: the largest piece of one tensor; with `blocking=False` a copy of what this rank writes.
 
@@ -65,7 +67,8 @@ def save(
     """
     runtime = runtime_of(model, "save")
     finish_earlier(runtime)
-    saving = _begin(pathlib.Path(os.path.abspath(path)), model, runtime, optimizer, extra, ema, keep)
+    target = pathlib.Path(os.path.abspath(path))
+    saving = _begin(target, model, runtime, optimizer, extra, ema, keep, trainable_only)
     if blocking:
         saving.write()
         saving.wait()
@@ -85,7 +88,14 @@ def finish_earlier(runtime: Runtime) -> None:
 
 
 def _begin(
-    path: pathlib.Path, model: nn.Module, runtime: Runtime, optimizer: Any, extra: Any, ema: EMA | None, keep: int | None
+    path: pathlib.Path,
+    model: nn.Module,
+    runtime: Runtime,
+    optimizer: Any,
+    extra: Any,
+    ema: EMA | None,
+    keep: int | None,
+    trainable_only: bool,
 ) -> Saving:
     topology, place = runtime.topology, place_of(runtime.topology)
     views: list[OptimizerView] = []
@@ -102,8 +112,8 @@ def _begin(
                 series.clear_leftovers()
             with writing(path):
                 folder.prepare()
-        labels = [view.label for view in views]
-        about = {"path": str(path), "optimizers": labels, "ema": ema is not None, "keep": keep}
+        about = {"path": str(path), "optimizers": [view.label for view in views], "ema": ema is not None}
+        about |= {"keep": keep, "trainable_only": trainable_only}
         states = [view.describe() for view in views]
         mine = {"about": about, "folder": [folder.save_id, folder.exists], "extra": zlib.crc32(packed), "states": states}
         message = contents.pack("the state of the optimizer", mine)
@@ -114,7 +124,7 @@ def _begin(
         same(topology, "save", [each["about"] for each in told])
         states = [contents.merged([each["states"][index] for each in told]) for index in range(len(views))]
         folder = Folder(path, *told[0]["folder"])
-        things = _gather_up(model, runtime, views, states, ema, place)
+        things = _gather_up(model, runtime, views, states, ema, place, trainable_only)
     except Exception:
         folder.discard(place)
         raise
@@ -135,10 +145,16 @@ class _Things:
 
 
 def _gather_up(
-    model: nn.Module, runtime: Runtime, views: list[OptimizerView], states: list[Any], ema: EMA | None, place: int
+    model: nn.Module,
+    runtime: Runtime,
+    views: list[OptimizerView],
+    states: list[Any],
+    ema: EMA | None,
+    place: int,
+    trainable_only: bool,
 ) -> _Things:
-    buffers, extra_state = contents.buffers(model, runtime)
-    parts = contents.parameters(runtime) + (contents.averages(ema, runtime) if ema is not None else [])
+    buffers, extra_state = ({}, {}) if trainable_only else contents.buffers(model, runtime)
+    parts = contents.parameters(runtime, trainable_only) + (contents.averages(ema, runtime) if ema is not None else [])
     tensors = {part.name: (part.shape, part.values.dtype) for part in parts}
     for view, state in zip(views, states, strict=True):
         for name in (name for name in view.entries if name in state):
@@ -161,7 +177,8 @@ def _gather_up(
     packed: dict[str, bytes] = {}
     if place == 0:
         whole = {
-            "parameters": [list(entry.names) for entry in runtime.entry_of.values()],
+            "parameters": [list(entry.names) for entry in contents.kept(runtime, trainable_only)],
+            "trainable_only": trainable_only,
             "buffers": list(buffers),
             "extra_state": extra_state,
             "ema": ema is not None,
@@ -179,7 +196,7 @@ def _gather_up(
         for number, group in enumerate(group for view in views for group in view.groups()):
             for key, value in group.items():
                 packed[f"optim.param_groups.{number}.{key}"] = contents.pack(f"option {key!r} of a parameter group", value)
-    return _Things(files.items_of(mine), packed, tensors, contents.aliases(runtime))
+    return _Things(files.items_of(mine), packed, tensors, contents.aliases(runtime, trainable_only))
 
 
 # ------------------------------------------------------------------------------------------ write and publish

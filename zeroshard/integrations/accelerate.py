@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import pathlib
 import time
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,24 +31,12 @@ from zeroshard.integrations.context import attach, context_parallel
 from zeroshard.integrations.parallelism import Parallelism, shard_mesh
 from zeroshard.join import join
 from zeroshard.reading import full_state_dict
+from zeroshard.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ring_attention import ContextParallel
 
 OTHER_ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A model that `prepare` sharded, with the optimizers it was sharded with (none: for inference)."""
-
-    model: torch.nn.Module
-    optimizers: tuple[torch.optim.Optimizer, ...]
-
-    @property
-    def optimizer(self) -> Any:
-        """As `zeroshard.shard`, `save` and `load` take it: None, one, or a list."""
-        return list(self.optimizers) if len(self.optimizers) > 1 else next(iter(self.optimizers), None)
 
 
 class Scheduler(AcceleratedScheduler):
@@ -113,8 +101,13 @@ class Accelerator(accelerate.Accelerator):
             )
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
             raise ValueError("mixed_precision fp16 does nothing on CPU. Use bf16, or `no` for full precision.")
+        if self.context_parallel_size > 1:
+            if self.dataloader_config.dispatch_batches:
+                raise ValueError("dispatch_batches=True would give context ranks different rows. Leave it out.")
+            self.dataloader_config.dispatch_batches = False  # by default it is for iterable datasets
         self._shard_options = dict(shard or {})
-        self._sharded: list[Prepared] = []
+        self._sharded: list[torch.nn.Module] = []  # in the order of prepare
+        self._attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._writing_state = False
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
@@ -129,6 +122,11 @@ class Accelerator(accelerate.Accelerator):
     def num_replicas(self) -> int:
         """How many ranks, or groups of context ranks, are given different batches."""
         return self.num_processes // self.context_parallel_size
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank is, or belongs to: context ranks are the mesh's innermost axis."""
+        return self.process_index // self.context_parallel_size
 
     @property
     def context_parallel_size(self) -> int:
@@ -148,11 +146,14 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's. A model is sharded together with the optimizers that hold its parameters.
 
-        A model given without one is sharded for inference. Raises ValueError for an optimizer over several models, or
-        over a model that was prepared earlier without it.
+        A model given without one is sharded for inference; one that is sharded already stays as it is. Raises ValueError
+        for an optimizer over several models, or over a model that was prepared earlier without it.
         """
         optimizers = [a for a in args if _is_plain_optimizer(a)]
-        models = [a for a in args if isinstance(a, torch.nn.Module) and not self._is_sharded(a)]
+        done: dict[int, Any] = {}
+        for sharded in [a for a in args if isinstance(a, torch.nn.Module) and self._is_sharded(a)]:
+            done[id(sharded)] = self.prepare_model(sharded)
+        models = [a for a in args if isinstance(a, torch.nn.Module) and id(a) not in done]
         owned: dict[int, list[torch.optim.Optimizer]] = {id(m): [] for m in models}
         for optimizer in optimizers:
             owners = [m for m in models if _holds(optimizer, m)]
@@ -161,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
                 raise ValueError(f"{name} holds parameters of {len(owners)} models. Make one optimizer per model.")
             if owners:
                 owned[id(owners[0])].append(optimizer)
-        done: dict[int, Any] = {id(m): self._shard(m, owned[id(m)]) for m in models}
+        done |= {id(m): self._shard(m, owned[id(m)]) for m in models}
         for optimizer in optimizers:
             prepared = done[id(optimizer)] = self.prepare_optimizer(optimizer)
             prepared._is_accelerate_prepared = True
@@ -171,25 +172,28 @@ class Accelerator(accelerate.Accelerator):
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """`evaluation_mode` leaves the model whole, and free to be sharded by a later `prepare`."""
-        if evaluation_mode or self._is_sharded(model):
-            return super().prepare_model(model, device_placement, evaluation_mode=True)
-        return self._shard(model, [])
+        inner = self.unwrap_model(model, keep_torch_compile=False)
+        sharded = self._is_sharded(model)
+        if not sharded and not evaluation_mode:
+            return self._shard(model, [])
+        if sharded and not any(inner is m for m in self._sharded):
+            self._sharded.append(inner)
+        if self.context_parallel is not None and inner not in self._attached:
+            attach(inner, self.context_parallel)
+            self._attached.add(inner)
+        return super().prepare_model(model, False if sharded else device_placement, evaluation_mode=True)
 
     def _shard(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.nn.Module:
         if self.device_placement:
             model.to(self.device)
-        prepared = Prepared(model, tuple(optimizers))
         mesh = shard_mesh(self.parallelism_config, self.device.type)
-        shard(model, prepared.optimizer, **({"mesh": mesh} | self._shard_options))
-        if self.context_parallel is not None:
-            attach(model, self.context_parallel)
-        self._sharded.append(prepared)
-        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        shard(model, optimizers or None, **({"mesh": mesh} | self._shard_options))
+        return self.prepare_model(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        if any(optimizer is o for p in self._sharded for o in p.optimizers):
+        if any(optimizer is o for m in self._sharded for o in optimizers_of(m)):
             device_placement = False  # accelerate would round-trip the state dict, which gathers every shard
-        elif _is_plain_optimizer(optimizer) and any(_holds(optimizer, p.model) for p in self._sharded):
+        elif _is_plain_optimizer(optimizer) and any(_holds(optimizer, m) for m in self._sharded):
             raise ValueError(
                 f"{type(optimizer).__name__} holds parameters of a model that was prepared without it. "
                 "Give both to one call: prepare(model, optimizer)."
@@ -204,8 +208,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _is_sharded(self, model: torch.nn.Module) -> bool:
-        inner = self.unwrap_model(model, keep_torch_compile=False)
-        return any(p.model is inner for p in self._sharded)
+        return "_zeroshard" in self.unwrap_model(model, keep_torch_compile=False).__dict__
 
     def free_memory(self, *objects: Any) -> Any:
         self._sharded.clear()
@@ -229,7 +232,6 @@ class Accelerator(accelerate.Accelerator):
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
             gathered = self.gather(tensor)
-            # Context ranks are the mesh's innermost axis, so ranks 0, stride, 2 * stride, ... hold different rows.
             return torch.cat(gathered.chunk(self.num_processes)[::stride])[rows] if tensor.dim() else gathered
 
         return recursively_apply(once, input_data)
@@ -283,7 +285,7 @@ class Accelerator(accelerate.Accelerator):
     def _own_optimizers_hidden(self) -> Iterator[None]:
         """accelerate would write rank 0's pieces and give them to every rank."""
         everything: list[Any] = self._optimizers
-        mine = {id(o) for p in self._sharded for o in p.optimizers}
+        mine = {id(o) for m in self._sharded for o in optimizers_of(m)}
         self._optimizers = [o for o in everything if id(o.optimizer) not in mine]
         self._writing_state = True
         try:
@@ -293,23 +295,29 @@ class Accelerator(accelerate.Accelerator):
 
     def _save_sharded(self, models: list[torch.nn.Module], weights: list[Any], folder: str) -> None:
         weights[:] = [w for m, w in zip(models, weights, strict=True) if not self._is_sharded(m)]
-        for path, prepared in self._checkpoints(folder):
-            save(path, prepared.model, prepared.optimizer)
+        for path, model in self._checkpoints(folder):
+            save(path, model, optimizers_of(model))
 
     def _load_sharded(self, models: list[torch.nn.Module], folder: str) -> None:
         models[:] = [m for m in models if not self._is_sharded(m)]
-        for path, prepared in self._checkpoints(folder):
-            load(path, prepared.model, prepared.optimizer)
+        for path, model in self._checkpoints(folder):
+            load(path, model, optimizers_of(model))
 
-    def _checkpoints(self, folder: str) -> Iterator[tuple[pathlib.Path, Prepared]]:
+    def _checkpoints(self, folder: str) -> Iterator[tuple[pathlib.Path, torch.nn.Module]]:
         """In the order of `prepare`, which is the same when saving and when loading."""
-        for number, prepared in enumerate(self._sharded):
-            yield pathlib.Path(folder, f"zeroshard_{number}"), prepared
+        for number, model in enumerate(self._sharded):
+            yield pathlib.Path(folder, f"zeroshard_{number}"), model
 
 
 def prepare(accelerator: accelerate.Accelerator, *objects: Any, shard: dict[str, Any] | None = None) -> Any:
     """`accelerator.prepare(*objects)` with models and optimizers sharded, for an accelerator built elsewhere."""
     return Accelerator.adopt(accelerator, shard).prepare(*objects)
+
+
+def optimizers_of(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Those that a model was sharded with; none: for inference."""
+    kept = [reference() for reference in runtime_of(model, "optimizers_of").optimizers]
+    return [optimizer for optimizer in kept if optimizer is not None]
 
 
 def _is_plain_optimizer(value: Any) -> bool:
