@@ -3,7 +3,8 @@
     accelerate launch --config_file examples/accelerate/cpu.yaml examples/finetune_transformers.py
 
 With that YAML two ranks share each sequence of 8,192 tokens. The frozen base is sharded like everything else, and the
-result in the output folder is the adapter alone. Options are those of finetune_long_context.py.
+result in the output folder is the adapter alone. Options are those of finetune_long_context.py; instead of --resume, a run
+that is started again goes on from the last checkpoint in its output folder (--checkpoint-every).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import peft
 import torch
 import transformers
+from accelerate import PartialState
 from finetune import run
 from finetune.data import pack, read_corpus
 from finetune.model import convert_embedded, embedded_available, load
@@ -30,11 +32,14 @@ def arguments(options: Options) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(
         output_dir=str(options.output),
         use_cpu=not torch.accelerator.is_available(),
+        parallelism_config=run.parallelism(options),
         max_steps=options.steps,
         per_device_train_batch_size=options.batch_size,
         per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         learning_rate=options.lr,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": options.min_lr},
         max_grad_norm=options.max_grad_norm,
         seed=options.seed,
         save_strategy="steps" if options.checkpoint_every else "no",
@@ -66,7 +71,7 @@ def train(options: Options) -> dict[str, float]:
         shard={"stage": options.stage, "precision": run.precision(options)},  # <- shards model and optimizer
     )
     before = trainer.evaluate()["eval_loss"]
-    trainer.train(resume_from_checkpoint=options.resume)
+    trainer.train(resume_from_checkpoint=transformers.trainer_utils.get_last_checkpoint(args.output_dir))
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -81,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.use_all_cores()
     try:
         train(parse([*DEFAULTS, *(sys.argv[1:] if argv is None else argv)]))
-        torch.distributed.destroy_process_group() if torch.distributed.is_initialized() else None
+        PartialState().destroy_process_group()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)

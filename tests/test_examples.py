@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -178,6 +179,30 @@ def test_a_killed_run_goes_on_on_other_ranks(tmp_path: pathlib.Path, text: pathl
     steps = [line["step"] for line in metrics(output, "train")]
     assert steps == list(range(1, done + 4)), "every step once"
     assert losses(output) == pytest.approx(losses(whole), abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------- the Trainer
+
+
+def test_the_trainers_example_is_that_of_one_process(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
+    """Two ranks that share each sequence print the losses of one process, and leave an adapter that opens."""
+    import peft
+
+    from tests.zero.test_accelerate import launched
+
+    common = ["--model", "scratch", "--precision", "fp32", "--seq-len", "96", "--lr", "1e-2", "--data", str(text)]
+    ranks = accelerate_launch(EXAMPLES / "finetune_transformers.py", *common, "--output", tmp_path / "two", config=CPU).check()
+    with pytest.MonkeyPatch.context() as patch, launched(0, 1):
+        patch.syspath_prepend(str(EXAMPLES))
+        import finetune_transformers as example
+
+        want = example.train(example.parse([*example.DEFAULTS, *common, "--output", str(tmp_path / "one")]))
+    said = re.search(r"held-out loss ([\d.]+) -> ([\d.]+); adapter", ranks.stdout)
+    assert said and [float(said[1]), float(said[2])] == pytest.approx([want["before"], want["after"]], abs=1e-4)
+    assert want["after"] < want["before"] - 0.1, "the adapter learns"
+    assert peft.PeftConfig.from_pretrained(tmp_path / "two").r == example.LORA_RANK
+    files = [{p.name for p in (tmp_path / folder).iterdir()} for folder in ("one", "two")]
+    assert files[0] == files[1] and "adapter_model.safetensors" in files[0]
 
 
 # ---------------------------------------------------------------------------------------------------- mistakes

@@ -30,20 +30,26 @@ T = TypeVar("T")
 # ------------------------------------------------------------------------------------------------------- building
 
 
+def parallelism(options: Options) -> ParallelismConfig | None:
+    """What --context-parallel-size says about the ranks; None leaves it to the YAML. Raises UserError if it does not fit."""
+    context = options.context_parallel_size
+    if context is None:
+        return None
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+    if world_size % (context * replicas):
+        raise UserError(
+            f"--context-parallel-size {context} does not divide the {world_size // replicas} ranks "
+            "that shard together. Give a divisor, or another --num_processes to the launcher."
+        )
+    shards = world_size // (context * replicas)
+    return ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards, cp_size=context)
+
+
 def build_accelerator(options: Options) -> Accelerator:
     """Raises UserError when the degrees do not fit the ranks."""
     join_anew()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    config, context = None, options.context_parallel_size
-    if context is not None:
-        replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-        if world_size % (context * replicas):
-            raise UserError(
-                f"--context-parallel-size {context} does not divide the {world_size // replicas} ranks "
-                "that shard together. Give a divisor, or another --num_processes to the launcher."
-            )
-        shards = world_size // (context * replicas)
-        config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards, cp_size=context)
+    config = parallelism(options)
     try:
         return Accelerator(
             shard={"stage": options.stage, "precision": precision(options)},

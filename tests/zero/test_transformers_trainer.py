@@ -7,6 +7,7 @@ reference, so losses, gradient norms, weights, evaluation losses and predictions
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import pathlib
 from collections.abc import Iterator
@@ -438,3 +439,107 @@ def test_sft_trainer(
         want = work_sft(sft(SFTTrainer, tmp_path / "alone", 1, packing, adapter=adapter))
     for got in ranks(2).run(run_sft, str(tmp_path / "run"), stage, sizes, packing, adapter, timeout=120):
         assert_equal(got, want, atol=5e-5, rtol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- what is refused
+
+
+def run_refusals(rank: int, world: int, folder: str) -> None:
+    import peft
+
+    from zeroshard.integrations.transformers import Trainer
+
+    here = pathlib.Path(folder)
+    padded, options = JOBS["padded"], {"shard": {"stage": 3}}
+    context = {"cp_size": 2}
+    refused: list[tuple[str, dict[str, int], Job, dict[str, Any], dict[str, Any]]] = [
+        ("compute_loss_func", context, padded, {}, {"compute_loss_func": lambda *args, **kwargs: 0.0}),
+        ("neftune_noise_alpha", context, padded, {"neftune_noise_alpha": 5.0}, {}),
+        ("dispatch_batches", context, padded, {"accelerator_config": {"dispatch_batches": True}}, {}),
+        ("use_cpu=True", {}, padded, {"use_cpu": False}, {}),
+        ("even_batches", {}, padded, {"accelerator_config": {"even_batches": False}}, {}),
+        ("bf16_full_eval", {}, padded, {"bf16_full_eval": True}, {}),
+        ("fp16 does nothing", {}, padded, {"fp16": True}, {}),
+        ("tp_size=2", {"tp_size": 2}, padded, {}, {}),
+        ("answers for a sequence as a whole", context, JOBS["classes"], {}, {}),
+        ("loss of BertForMaskedLM is not that of the next token", context, JOBS["masked"], {}, {}),
+    ]
+    for words, sizes, job, settings, keywords in refused:
+        with launched(rank, world, **sizes), pytest.raises(ValueError, match=words):
+            build(job, here, 1, Trainer, settings, **options, **keywords).train()
+    with launched(rank, world, **context), pytest.raises(ValueError, match="puts tokens of its own before a sequence"):
+        trainer = build(padded, here, 1, Trainer, {}, **options)
+        prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        trainer.accelerator.prepare_model(peft.get_peft_model(model_for(padded), prompts))
+
+
+def test_what_cannot_be_exact_is_refused_by_name(ranks: RankPools, tmp_path: pathlib.Path) -> None:
+    ranks(2).run(run_refusals, str(tmp_path), timeout=120)
+
+
+def run_from_arguments(rank: int, world: int, folder: str) -> list[float]:
+    from accelerate.utils import ParallelismConfig
+
+    from zeroshard.integrations.transformers import Trainer
+
+    class Endless(torch.utils.data.IterableDataset):
+        """Of no known length: accelerate's own loader would give every rank, context ranks too, other rows."""
+
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            while True:
+                yield from rows(JOBS["padded"], ROWS, 1)
+
+    with launched(rank, world):
+        more = {"parallelism_config": ParallelismConfig(cp_size=2), "max_steps": 3}
+        trainer = build(JOBS["padded"], pathlib.Path(folder), 1, Trainer, more, shard={"stage": 3})
+        trainer.train_dataset = Endless()
+        trainer.train()
+        assert trainer.accelerator.context_parallel_size == 2
+        return [float(log["loss"]) for log in steps_of(trainer)]
+
+
+def test_degrees_in_the_arguments_and_data_without_length(ranks: RankPools, tmp_path: pathlib.Path) -> None:
+    import transformers
+
+    with alone():
+        trainer = build(JOBS["padded"], tmp_path, 1, transformers.Trainer, {"max_steps": 3})
+        data = rows(JOBS["padded"], ROWS, 1)
+        trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(data)
+        trainer.train()
+        want = [float(log["loss"]) for log in steps_of(trainer)]
+    for got in ranks(2).run(run_from_arguments, str(tmp_path)):
+        assert_equal(got, want, atol=2e-5)
+
+
+def test_private_names_that_are_relied_upon() -> None:
+    """The Trainer has no extension point for these; a release that moves them must fail here, not in a training."""
+    import transformers
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.trainer import SCHEDULER_NAME
+    from transformers.trainer_pt_utils import LabelSmoother
+    from trl import SFTTrainer
+
+    called = {
+        "_build_accelerator_args": ["kwargs"],
+        "create_accelerator_and_postprocess": [],
+        "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+        "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
+        "floating_point_ops": ["inputs"],
+        "_track_num_input_tokens": ["inputs"],
+        "save_model": ["output_dir", "_internal_call"],
+        "_save": ["output_dir", "state_dict"],
+        "_save_optimizer_and_scheduler": ["output_dir"],
+        "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
+        "_load_optimizer_and_scheduler": ["checkpoint"],
+        "_load_best_model": [],
+        "_get_num_items_in_batch": ["batch_samples", "device"],
+    }
+    for name, parameters in called.items():
+        assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters) == ["self", *parameters], name
+    source = inspect.getsource(transformers.Trainer)
+    for name in ("self.gather_function", "self.label_smoother", "self.model_accepts_loss_kwargs", "self._save_optimizer_and"):
+        assert name in source
+    assert "_tp_size" in inspect.getsource(SFTTrainer.compute_loss)
+    assert "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+    assert LOSS_MAPPING["ForCausalLM"] is ForCausalLMLoss and SCHEDULER_NAME == "scheduler.pt"
+    assert isinstance(transformers.PreTrainedModel.loss_function, property)

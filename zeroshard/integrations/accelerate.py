@@ -178,12 +178,16 @@ class Accelerator(accelerate.Accelerator):
             return self._shard(model, [])
         if sharded and not any(inner is m for m in self._sharded):
             self._sharded.append(inner)
-        if self.context_parallel is not None and inner not in self._attached:
-            attach(inner, self.context_parallel)
-            self._attached.add(inner)
+        self._attach(inner)
         return super().prepare_model(model, False if sharded else device_placement, evaluation_mode=True)
 
+    def _attach(self, model: torch.nn.Module) -> None:
+        if self.context_parallel is not None and model not in self._attached:
+            attach(model, self.context_parallel)
+            self._attached.add(model)
+
     def _shard(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.nn.Module:
+        self._attach(model)  # first: a model that it refuses stays as it was
         if self.device_placement:
             model.to(self.device)
         mesh = shard_mesh(self.parallelism_config, self.device.type)

@@ -50,6 +50,8 @@ class TrainerMixin(Base):
     Raises ValueError for settings that do not fit or cannot be exact, naming them.
     """
 
+    label_smoother: Any
+
     def __init__(self, *args: Any, shard: dict[str, Any] | None = None, **kwargs: Any):
         self._shard_options = dict(shard or {})
         given = [a for a in (*args, kwargs.get("args")) if isinstance(a, transformers.TrainingArguments)]
@@ -89,6 +91,11 @@ class TrainerMixin(Base):
             )
         if self.accelerator.num_replicas > 1 and not self.accelerator.even_batches:
             raise ValueError("accelerator_config: even_batches=False leaves ranks without a batch. Leave it out.")
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            raise ValueError(
+                "bf16_full_eval and fp16_full_eval convert the model, but shards keep their dtype. Use bf16=True, or "
+                "shard=dict(precision=zeroshard.Precision(compute=torch.bfloat16))."
+            )
         if self.accelerator.context_parallel is None:
             return
         inexact = {
@@ -142,9 +149,9 @@ class TrainerMixin(Base):
         known = isinstance(transformers_model(self.model), transformers.PreTrainedModel)
         return known and self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Of this rank: context ranks share one batch."""
-        return super().floating_point_ops(inputs) / self.accelerator.context_parallel_size
+        return super().floating_point_ops(inputs) // self.accelerator.context_parallel_size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
@@ -212,7 +219,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer(...)` with the keyword `shard`; see `TrainerMixin`."""
 
 
-def _adapters_are_trainable(model: torch.nn.Module) -> bool:
+def _adapters_are_trainable(model: Any) -> bool:
     """Whether all that PEFT writes of `model` is trained; a frozen adapter or a resized embedding is not."""
     if not is_peft_model(model):
         return False
@@ -226,7 +233,7 @@ def _adapters_are_trainable(model: torch.nn.Module) -> bool:
     return written <= {id(p) for p in model.parameters() if p.requires_grad}
 
 
-def _prompt_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def _prompt_parameters(model: Any) -> list[torch.nn.Parameter]:
     """What PEFT computes with while it writes learned prompts; empty for other models."""
     encoder = getattr(model, "prompt_encoder", None) if is_peft_model(model) else None
     return list(encoder.parameters()) if encoder is not None else []
