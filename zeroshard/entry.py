@@ -70,6 +70,11 @@ class Entry:
     def value(self) -> Sharded:
         return Sharded(self.piece_of(self.unit.shard), self.spec, self)
 
+    def dtype(self) -> torch.dtype:
+        """The masters'; what forward saw, while backward computes it again."""
+        runtime = self.unit.runtime()
+        return self.unit.compute if runtime is not None and runtime.is_recomputed(self.unit) else self.unit.dtype
+
     def whole(self) -> torch.Tensor:
         """The master values, gathered on the spot: a copy."""
         with self.unit.whole_masters() as masters:

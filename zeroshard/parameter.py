@@ -144,7 +144,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: lambda param, data: entry_of(param).set_data(data),
     _T.detach: lambda param: entry_of(param).value(),
     _T.__setitem__: _set_item,
-    _T.dtype.__get__: lambda param: entry_of(param).value().dtype,
+    _T.dtype.__get__: lambda param: entry_of(param).dtype(),
     _T.itemsize.__get__: _element_size,
     _T.element_size: _element_size,
     _T.nbytes.__get__: lambda param: _element_size(param) * param.numel(),

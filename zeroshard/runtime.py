@@ -82,6 +82,7 @@ class Runtime:
         self._depth = 0
         self._entered: list[tuple[Scope, bool]] = []
         self._open: dict[int, set[saved.Use]] = {unit.index: set() for unit in units}
+        self._recomputed: tuple[Unit, ...] = ()
         for unit in units:
             unit.runtime = weakref.ref(self)
         ref = weakref.ref(self)
@@ -162,6 +163,8 @@ class Runtime:
 
     def on_the_spot(self, unit: Unit, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls `func` with every sharded parameter among its arguments whole."""
+        if torch._C._current_graph_task_id() != -1:
+            self._recompute(unit)
         units = {unit.index: unit}
         for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
             entry = self.entry_of.get(id(leaf))
@@ -183,6 +186,24 @@ class Runtime:
                         f"{getattr(func, '__name__', func)} wrote into gathered values of {', '.join(u.name for u in chosen)}, "
                         "which would be lost. Edit inside `with zeroshard.gathered(model, write=True):`"
                     )
+
+    def _recompute(self, unit: Unit) -> None:
+        """Backward reads a weight: a checkpoint inside the module's call computes its forward again, without its hooks.
+
+        What the module needs is gathered once and stays until another module is at it, or backward ends.
+        """
+        scope = self.scope_of_unit.get(unit.index)
+        units = (unit,) if scope is None else self.scopes[scope].units
+        if units == self._recomputed:
+            return
+        done, self._recomputed = self._recomputed, units
+        for each in done:
+            self.release(each)
+        self.backward.entered()
+        self.need(units, scope, "backward")
+
+    def is_recomputed(self, unit: Unit) -> bool:
+        return unit in self._recomputed
 
     # ---- gather and release
 
@@ -212,7 +233,9 @@ class Runtime:
         self.counters.gathers += unit.holders.size > 1
 
     def release(self, unit: Unit) -> None:
-        if unit.releases and unit.users == 0 and not self._open[unit.index] and unit.state is not State.SHARDED:
+        if not unit.releases or unit.users or unit in self._recomputed or self._open[unit.index]:
+            return
+        if unit.state is not State.SHARDED:
             self.unit_of_storage.pop(unit.full_storage, None)
             unit.release()
 
@@ -245,6 +268,7 @@ class Runtime:
         self.release(use.unit)
 
     def backward_ended(self) -> None:
+        self._recomputed = ()
         for uses in self._open.values():
             for use in list(uses):
                 use.close()

@@ -1,11 +1,14 @@
 """What travels: twice the parameters a step at stages 1 and 2, three times at stage 3, nothing inside no_sync below 2."""
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.harness import Collectives, RankPools
@@ -154,3 +157,53 @@ def alone(rank: int, world: int) -> int:
 
 def test_one_rank_sends_nothing(ranks: RankPools) -> None:
     assert ranks(1).run(alone) == [0]
+
+
+class Recomputed(nn.Module):
+    """A checkpoint inside forward, as models of transformers have it: the module's hooks do not run in backward."""
+
+    seen: list[torch.dtype]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.frozen, self.adapter = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        self.seen.append(self.adapter.weight.dtype)
+        return self.frozen(x).tanh() + self.adapter(x.to(self.adapter.weight.dtype)) + F.linear(x, self.frozen.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.compute, x, use_reentrant=False)
+
+
+def recomputing(rank: int, low: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Recomputed() for _ in range(4)))
+    plain = copy.deepcopy(model)
+    Recomputed.seen = []
+    precision = zeroshard.Precision(compute=torch.bfloat16) if low else None
+    model, optimizer = zeroshard.shard(model, sgd(trainable(model)), stage=3, precision=precision)
+    before, x = zeroshard.stats(model).gathers, torch.randn(3, 16)
+    model(x).float().pow(2).mean().backward()
+    gathers = zeroshard.stats(model).gathers - before
+    dtypes = set(Recomputed.seen)
+    plain(x).pow(2).mean().backward()
+    wrong = [
+        name
+        for name, gradient in zeroshard.full_gradients(model).items()
+        if (want := plain.get_parameter(name).grad) is not None and not torch.equal(gradient, want)
+    ]
+    del optimizer
+    return {"gathers": gathers, "dtypes": dtypes, "wrong": wrong, "resident": zeroshard.stats(model).resident_bytes["gathered"]}
+
+
+def test_a_checkpoint_inside_forward_gathers_once(ranks: RankPools) -> None:
+    """In forward and in backward each block's two units are gathered once; its weights are of one dtype in both."""
+    for low, of_ranks in zip((False, True), collect(ranks(2), recomputing, (False, True)), strict=True):
+        for got in of_ranks:
+            assert got["gathers"] == 4 * 2 * 2, got
+            assert got["dtypes"] == {torch.bfloat16 if low else torch.float32}
+            assert low or not got["wrong"], got
+            assert got["resident"] == 0
