@@ -290,6 +290,12 @@ def run_context(rank: int, world: int, stage: int, sizes: dict[str, int]) -> tup
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         batches = list(loader)
         assert len(batches) == 1
+        cp = accelerator.context_parallel
+        with torch.no_grad(), cp:
+            part = cp.shard({"input_ids": batches[0]["input_ids"]})
+            with cp:
+                pass
+            assert model(**part).logits.shape[:2] == part["input_ids"].shape, "still inside: split once"
         loss = model(**batches[0]).loss  # the line of a loop that knows nothing of context ranks
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
