@@ -34,7 +34,7 @@ def images_of(step: int) -> tuple[Tensor, Tensor]:
     y, x = torch.meshgrid(torch.linspace(-1, 1, SIZE), torch.linspace(-1, 1, SIZE), indexing="ij")
     angle = labels[:, None, None] * torch.pi / CLASSES
     stripe = torch.exp(-8 * (x * angle.sin() - y * angle.cos()) ** 2)
-    return (stripe + 0.5 * torch.randn(IMAGES, SIZE, SIZE, generator=random))[:, None], labels
+    return (stripe + 1.5 * torch.randn(IMAGES, SIZE, SIZE, generator=random))[:, None], labels
 
 
 def main(place: Place) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-VOCAB, WIDTH, LENGTH, ROWS, STEPS, BETA = 16, 32, 12, 24, 40, 0.5
+VOCAB, WIDTH, LENGTH, ROWS, STEPS, BETA = 16, 32, 12, 24, 40, 0.1
 
 
 class Recurrent(nn.Module):
@@ -51,7 +51,7 @@ def main(place: Place) -> None:
     torch.manual_seed(0)
     model = Recurrent().to(place.device)
     before = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     zeroshard.shard(model, optimizer, stage=3)  # <-
     zeroshard.shard(before, stage=3)  # <- no optimizer: for inference
 

@@ -23,7 +23,7 @@ class Place:
 
     rank: int = 0
     ranks: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
 
     def share(self, rows: Tensor) -> Tensor:
         """This rank's part of the rows of a step, as many as every other's: means over ranks are those of one process."""

@@ -5,6 +5,8 @@ message; a run that was cut off goes on where its checkpoint is.
 """
 
 import contextlib
+import importlib
+import io
 import itertools
 import json
 import os
@@ -20,7 +22,16 @@ import pytest
 import torch
 import yaml
 
-from tests.harness import REPOSITORY, Finished, accelerate_launch, free_port, rank_environment
+from tests.harness import (
+    REPOSITORY,
+    Finished,
+    RankPools,
+    accelerate_launch,
+    free_port,
+    rank_environment,
+    run_program,
+    torchrun,
+)
 
 EXAMPLES = REPOSITORY / "examples"
 SCRIPT = EXAMPLES / "finetune_long_context.py"
@@ -326,6 +337,81 @@ def test_the_attention_benchmark_runs(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0 and (tmp_path / "attention.png").exists(), done.stdout + done.stderr
     rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
     assert all(set(row["contenders"]) == {"fused", "ring"} for row in rows.values()) and len(rows) == 2
+
+
+# ---------------------------------------------------------------------------------------- one idea, one script
+
+# How much the numbers that two ranks print may differ from those of one process; None: not comparable, and why.
+SHORT: dict[str, float | None] = {
+    "plain_loop": 1e-4,
+    "gan": 1e-3,
+    "distillation": 1e-4,
+    "preferences": 1e-4,
+    "average": 1e-4,
+    "muon": 2e-3,  # its Newton-Schulz steps are bf16
+    "mixed_precision": 5e-2,  # fp16
+    "image_classifier": None,  # BatchNorm: each rank normalizes by its own images
+}
+
+
+def run_short(rank: int, world: int, names: list[str], folder: pathlib.Path) -> list[str]:
+    """What each example prints."""
+    sys.path.insert(0, str(EXAMPLES))
+    from ranks import Place
+
+    texts = []
+    for name in names:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as stream:
+            importlib.import_module(name).main(Place(rank, world))
+        texts.append(stream.getvalue())
+    sys.path.remove(str(EXAMPLES))
+    return texts
+
+
+def values(text: str) -> dict[tuple[int, str], float]:
+    """(step, name) -> number"""
+    steps = [line.split() for line in text.splitlines() if line.startswith("step")]
+    return {(int(words[1]), n): float(v) for words in steps for n, v in zip(words[2::2], words[3::2], strict=True)}
+
+
+def test_short_examples_print_what_one_process_prints(ranks: RankPools, tmp_path: pathlib.Path) -> None:
+    names = list(SHORT)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    alone = run_short(0, 1, names, tmp_path / "one")
+    shared, others = ranks(2).run(run_short, names, tmp_path / "two")
+    assert not any(others), "one rank prints"
+    for name, one, two in zip(names, alone, shared, strict=True):
+        got, want = (dict(v for v in values(text).items() if v[0][1] != "scale") for text in (two, one))
+        assert len(want) >= 4 and got.keys() == want.keys(), two
+        if SHORT[name] is not None:
+            assert got == pytest.approx(want, rel=SHORT[name], abs=1e-5), name
+        held = re.findall(r"rank (\d) holds of the (\w+), in KiB: parameters ([\d.]+)", two)
+        assert {rank for rank, *_ in held} == {"0", "1"}, two
+    accuracy = [value for (_, name), value in values(shared[names.index("image_classifier")]).items() if "held_out" in name]
+    assert accuracy[0] > 0.8
+
+
+def test_a_short_example_started_by_torchrun() -> None:
+    two = torchrun(EXAMPLES / "plain_loop.py").check().stdout
+    assert values(two) == pytest.approx(values(run_short(0, 1, ["plain_loop"], REPOSITORY)[0]), rel=1e-4)
+
+
+def test_lightning_starts_ranks_that_share_sequences() -> None:
+    command = [sys.executable, str(EXAMPLES / "lightning_trainer.py")]
+    one = run_program(command).check()
+    two = run_program([*command, "--devices", "2", "--context", "2"], env={"MASTER_PORT": str(free_port())}).check()
+    want, got = [[float(x) for x in re.findall(r"epoch \d  loss ([\d.]+)", run.stdout)] for run in (one, two)]
+    assert len(want) == 3 and want[-1] < want[0]
+    assert got == pytest.approx(want, rel=1e-4)
+
+
+def test_each_script_has_a_row_and_marked_lines() -> None:
+    told = (EXAMPLES / "README.md").read_text()
+    for script in EXAMPLES.glob("*.py"):
+        assert f"| `{script.name}` |" in told, script.name
+        text = script.read_text()
+        assert script.stem in ("ranks", "finetune_long_context") or ("# <-" in text and len(text.splitlines()) <= 100)
 
 
 # ------------------------------------------------------------------------------------- the READMEs, the YAML files

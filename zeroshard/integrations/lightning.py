@@ -59,6 +59,8 @@ DDPStrategy: Any = importlib.import_module(f"{_PACKAGE}.strategies").DDPStrategy
 _callbacks = importlib.import_module(f"{_PACKAGE}.callbacks")
 _NoOptimizer: Any = importlib.import_module(f"{_PACKAGE}.core.optimizer")._MockOptimizer
 
+CONTEXT = "_zeroshard_context"  # where a sharded module remembers how many ranks share a batch
+
 
 class ZeroShardStrategy(DDPStrategy):
     """Shards the LightningModule and its optimizers over all ranks; `context` ranks each share their sequences.
@@ -102,6 +104,7 @@ class ZeroShardStrategy(DDPStrategy):
         self._channel: Channel | None = None  # of the ranks that share a batch
         self._joined = contextlib.ExitStack()
 
+    model: Any  # the LightningModule itself, never a wrapper
     context_parallel: ContextParallel | None
     """Splits sequences over the ranks that share a batch, once the ranks have met; None when each has its own."""
 
@@ -151,15 +154,16 @@ class ZeroShardStrategy(DDPStrategy):
         """As every strategy's, with the module sharded when its device and dtypes are settled, before its optimizers."""
         self._refuse_copies(trainer)
         self.accelerator.setup(trainer)
-        if "_zeroshard" not in self.model.__dict__:
+        state = self.model.__dict__
+        if "_zeroshard" not in state:
             if self._layer_sync is not None and trainer.state.fn == "fit":
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self._shard()
-        elif runtime_of(self.model, "ZeroShardStrategy").options != self._options:
+        elif (state["_zeroshard"].options, state.get(CONTEXT, 1)) != (self._options, self.context):
             raise ValueError(
-                f"{type(self.model).__name__} has been sharded with other arguments than these: {self._options}. "
-                "Use the strategy it was sharded with"
+                f"{type(self.model).__name__} has been sharded with other arguments than context={self.context} and "
+                f"{self._options}. Give this Trainer's strategy those of the first, or make the module anew"
             )
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
@@ -184,6 +188,7 @@ class ZeroShardStrategy(DDPStrategy):
         if self.context_parallel is not None:
             for model in module.children():
                 attach(model, self.context_parallel)
+        module.__dict__[CONTEXT] = self.context
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
