@@ -145,8 +145,9 @@ class ZeroShardStrategy(DDPStrategy):
         size = self._channel.exchange_all("batch size", torch.tensor([len(sent)]))[0]
         data = torch.frombuffer(bytearray(sent or int(size)), dtype=torch.uint8).to(self.root_device)
         self._channel.broadcast("batch", data)
-        received = io.BytesIO(data.cpu().numpy().tobytes())
-        return batch if sent else torch.load(received, map_location=self.root_device, weights_only=False)
+        if sent:
+            return batch
+        return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=self.root_device, weights_only=False)
 
     # ------------------------------------------------------------------------------------------ module, optimizers
 
