@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-FEATURES, ROWS, STEPS = 16, 24, 120
+FEATURES, ROWS, STEPS = 16, 24, 90
 
 
 def rows_of(step: int, noise: float) -> tuple[Tensor, Tensor]:

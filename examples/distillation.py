@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-FEATURES, CLASSES, ROWS, STEPS, TEMPERATURE = 16, 10, 48, 60, 2.0
+FEATURES, CLASSES, ROWS, STEPS, TEMPERATURE = 16, 10, 48, 40, 2.0
 
 
 def network(width: int, depth: int) -> nn.Sequential:
@@ -43,7 +43,7 @@ def main(place: Place) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 15 == 0 or step == STEPS - 1:
+        if step % 10 == 0 or step == STEPS - 1:
             place.say(step, loss=loss)
     place.say_memory("teacher", teacher)
     place.say_memory("student", student)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-NOISE, WIDTH, ROWS, STEPS = 8, 64, 48, 60
+NOISE, WIDTH, ROWS, STEPS = 8, 64, 48, 40
 
 
 def layers(inputs: int, outputs: int) -> nn.Sequential:
@@ -51,7 +51,7 @@ def main(place: Place) -> None:
         making.step()
         making.zero_grad()
         judging.zero_grad()
-        if step % 15 == 0 or step == STEPS - 1:
+        if step % 10 == 0 or step == STEPS - 1:
             place.say(step, discriminator_loss=judged, generator_loss=fooled)
     place.say_memory("generator", generator)
     place.say_memory("discriminator", discriminator)

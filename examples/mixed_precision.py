@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-FEATURES, CLASSES, ROWS, STEPS = 32, 8, 48, 60
+FEATURES, CLASSES, ROWS, STEPS = 32, 8, 48, 40
 
 
 class Classifier(nn.Module):
@@ -50,7 +50,7 @@ def main(place: Place) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        if step % 15 == 0 or step == STEPS - 1:
+        if step % 10 == 0 or step == STEPS - 1:
             place.say(step, loss=loss, scale=torch.tensor(scaler.get_scale()))
     place.say_memory("model", model)
 

@@ -379,7 +379,7 @@ def test_short_examples_print_what_one_process_prints(ranks: RankPools, tmp_path
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     alone = run_short(0, 1, names, tmp_path / "one")
-    shared, others = ranks(2).run(run_short, names, tmp_path / "two")
+    shared, others = ranks(2).run(run_short, names, tmp_path / "two", timeout=180)
     assert not any(others), "one rank prints"
     for name, one, two in zip(names, alone, shared, strict=True):
         got, want = (dict(v for v in values(text).items() if v[0][1] != "scale") for text in (two, one))
