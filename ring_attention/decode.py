@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ring_attention import comm, kernels, lse, ring, setting
+from ring_attention import comm, kernels, lse, setting
 from ring_attention.comm import Call, Team
 from ring_attention.inside import Sharding
 from ring_attention.kernels import Scores
@@ -60,7 +60,7 @@ def attend(
 
 def partial(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention over this rank's keys alone: out [B, Hq, L, Dv], lse [B, Hq, L], both wide."""
-    wide = ring.wide(query.dtype)
+    wide = lse.wide(query.dtype)
     if key.shape[2] == 0:
         shape = *query.shape[:3], value.shape[-1]
         return query.new_zeros(shape, dtype=wide), query.new_full(shape[:3], -torch.inf, dtype=wide)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .comm import Channel
+from .comm import Channel, tag_of
 
 
 class Partial(torch.Tensor):
@@ -67,6 +67,13 @@ def resolve(partials: Sequence[Partial]) -> None:
         todo = list(waiting.values())
         if channel.mirror is not None:
             channel.mirror.asks(todo)
-        parts = torch.stack(channel.exchange_all("norms and sums", torch.stack([p.local.double() for p in todo])))
+        parts = torch.stack(channel.exchange_all(_label(todo), torch.stack([p.local.double() for p in todo])))
         for index, partial in enumerate(todo):
             partial.value = partial.combine(parts[:, index]).to(partial.dtype)
+
+
+def _label(partials: Sequence[Partial]) -> str:
+    """What is asked, of all of them: a rank that asks alone never takes another question's parts for an answer."""
+    asked = [f"{str(func).split('.')[1]} of {args[0].spec.name}" for func, args in (p.source for p in partials)]
+    others = f" and {len(asked) - 1} more [{tag_of(' '.join(asked)):x}]" if len(asked) > 1 else ""
+    return f"{asked[0]}{others}"
