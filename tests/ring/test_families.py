@@ -92,7 +92,7 @@ REFUSED = {
     "Mamba": ({"state_size": 4}, r"mixer \(MambaMixer\) carries state"),
     "Rwkv": ({"attention_hidden_size": 32}, "Rwkv.* carries state"),
     "Lfm2": ({"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}, "conv .*carries state"),
-    "Bloom": ({"n_head": 4, "n_layer": 1}, "BloomForCausalLM does not take its attention from the registry"),
+    "Bloom": ({"n_head": 4, "n_layer": 1}, "BloomForCausalLM"),
     "Bart": ({"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}, "no position_ids"),
 }  # fmt: skip
 
