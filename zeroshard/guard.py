@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 import weakref
@@ -27,6 +28,8 @@ States = dict[int, dict[str, Any]]
 STALL_S = 1.0
 POLL_S = 0.3
 LINGER_S = 120.0
+
+EVENTS = logging.getLogger("zeroshard.events")  # what collectives do, for `trace`; nobody listens: one attribute is read
 
 
 class Guard:
@@ -59,13 +62,19 @@ class Guard:
 
     def posted(self, pending: comm.Pending) -> None:
         self._posted[pending.label] += 1
+        if EVENTS.handlers:
+            _tell("posted", pending)
 
     def waiting(self, pending: comm.Pending) -> None:
         self._raise_verdict()
         self._current = (pending, time.monotonic())
+        if EVENTS.handlers:
+            _tell("waiting", pending)
 
     def finished(self, pending: comm.Pending) -> None:
         since, self._current = self._current[1] if self._current else 0.0, None
+        if EVENTS.handlers:
+            _tell("finished", pending)
         self._posted[pending.label] -= 1
         if not self._posted[pending.label]:
             del self._posted[pending.label]
@@ -160,6 +169,13 @@ class Guard:
             missing = bool(due) and label not in self._posted and (rank, label) not in self._released
             if missing and isinstance(transport, comm.Messages) and rank in channel.ranks:
                 self._released[rank, label] = transport.poison(rank, comm.tag_of(label), due[0])
+
+
+def _tell(what: str, pending: comm.Pending) -> None:
+    """(what, label, which one, bytes still to be received); nothing of a channel on which nothing moves."""
+    if pending.channel.size > 1:
+        nbytes = sum(nbytes for _, _, nbytes in pending.receives)
+        EVENTS.debug("%s %s [%d] %d bytes", what, pending.label, id(pending), nbytes)
 
 
 def deadlocked(states: States) -> States:
