@@ -1,5 +1,7 @@
 """Exact attention over sequences that are split over ranks."""
 
+import logging
+
 from ring_attention.attention import ring_attention
 from ring_attention.context import ContextParallel
 from ring_attention.errors import DivergenceError, PeerError, RingError, UsageError
@@ -19,3 +21,5 @@ __all__ = [
     "ZigZag",
     "ring_attention",
 ]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import secrets
 from collections import deque
@@ -31,6 +32,9 @@ from ring_attention.errors import DivergenceError, PeerError, UsageError
 Group = dist.ProcessGroup | DeviceMesh
 
 AGREE, KEYS, GRADIENTS, HEADS, SHARDS, HANG_UP = range(1, 7)  # tags: messages of different kinds never meet
+NAMES = {AGREE: "agreement", KEYS: "keys", GRADIENTS: "gradients", HEADS: "heads", SHARDS: "shards"}
+
+EVENTS = logging.getLogger("ring_attention.events")  # what messages and steps do, for those who trace
 
 
 # ------------------------------------------------------------------------------------------------ who takes part
@@ -60,6 +64,14 @@ class Team:
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Pending:
         """Starts sending to and receiving into contiguous tensors; the result owns them until it is waited for."""
+        pending = self._start(sends, receives, tag)
+        if EVENTS.handlers:  # nobody listens: one attribute is read
+            sources = ", ".join(self.named(peer) for peer in dict.fromkeys(peer for _, peer in receives))
+            pending.label, pending.nbytes = f"{NAMES[tag]} from {sources or 'nobody'}", sum(x.nbytes for x, _ in receives)
+            pending.tell("posted")
+        return pending
+
+    def _start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Pending:
         held = [x for x, _ in [*sends, *receives]]
         if not held:
             return Pending(self, [], held)
@@ -137,16 +149,25 @@ class Pending:
     def __init__(self, team: Team, works: list[tuple[dist.Work | None, int | None]], held: list[Tensor]) -> None:
         self._team, self._works, self._held = team, works, held
         self._waited = False
+        self.label, self.nbytes = "", 0  # set while somebody traces: what arrives, in bytes
 
     def wait(self) -> None:
         if self._waited:
             raise AssertionError("these messages have been waited for already")
         self._waited = True
+        if self.label:
+            self.tell("waiting")
         for work, peer in self._works:
             if work is not None:
                 with self._team.watching(peer):
                     work.wait()
         self._held.clear()
+        if self.label:
+            self.tell("finished")
+
+    def tell(self, what: str) -> None:
+        """(what, label, which one, bytes to be received), as `zeroshard.trace` reads it."""
+        EVENTS.debug("%s %s [%d] %d bytes", what, self.label, id(self), self.nbytes)
 
 
 # ------------------------------------------------------------------------------------------------ agreement

@@ -159,7 +159,11 @@ def _steps(rounds: Rounds, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor,
         while posted <= min(index + rounds.ahead, len(steps) - 1):
             _post(ring, steps[posted], k, v)
             posted += 1
+        if comm.EVENTS.handlers:
+            comm.EVENTS.debug("%s %s", "begin", f"ring step {step.distance}")
         yield step, keys, values
+        if comm.EVENTS.handlers:
+            comm.EVENTS.debug("%s %s", "end", f"ring step {step.distance}")
         del keys, values
 
 
