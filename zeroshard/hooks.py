@@ -7,14 +7,16 @@ frozen and unfrozen keeps its hooks; they know the engine weakly, so that nothin
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .config import InputWarning, ShardError
 from .entry import Entry
@@ -127,6 +129,57 @@ def watch_indices(module: nn.Embedding | nn.EmbeddingBag, name: str, rank: int) 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Runs `call` when the backward that is under way has computed everything."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+class Observer(Protocol):
+    """What `observed` tells. `name_of`: what a module is called, `None` for one that is not observed."""
+
+    def name_of(self, module: nn.Module) -> str | None: ...
+
+    def forward_begins(self, name: str) -> None: ...
+
+    def forward_ends(self, name: str) -> None: ...
+
+    def backward_begins(self, name: str) -> None: ...
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def step_ends(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Tells `observer` of every module's call, of gradients that reach a module's output, and of optimizers' steps.
+
+    By torch's global hooks, which wrap those of modules and optimizers; outside the block nothing of it is left.
+    """
+    module_hooks = torch.nn.modules.module
+
+    def before(module: nn.Module, args: Any) -> None:
+        name = observer.name_of(module)
+        if name is not None:
+            observer.forward_begins(name)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        name = observer.name_of(module)
+        if name is None:
+            return
+        observer.forward_ends(name)
+        nodes = {x.grad_fn for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(lambda grads: observer.backward_begins(name))
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(torch.compiler.disable(before)),
+        module_hooks.register_module_forward_hook(torch.compiler.disable(after), always_call=True),
+        register_optimizer_step_pre_hook(lambda optimizer, *_: observer.step_begins(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: observer.step_ends(optimizer)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def watch_gradients(entry: Entry, runtime: Runtime) -> None:
