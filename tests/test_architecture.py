@@ -51,6 +51,7 @@ ORDER = [
     "zeroshard/memory/estimate.py",
     "zeroshard/memory/__init__.py",
     "zeroshard/stats.py",
+    "zeroshard/trace.py",
     "zeroshard/api.py",
     "zeroshard/integrations/parallelism.py",
     "zeroshard/integrations/context.py",

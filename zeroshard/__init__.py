@@ -1,5 +1,7 @@
 """zeroshard: optimizer state, gradients and parameters partitioned over ranks, around any PyTorch loop."""
 
+import logging
+
 from .api import shard
 from .checkpoint import export, load, materialize, save
 from .config import DivergenceError, InputWarning, Precision, ShardError, StallError
@@ -8,6 +10,7 @@ from .join import join
 from .memory import estimate
 from .reading import full_gradients, full_state_dict, gathered
 from .stats import stats
+from .trace import trace
 
 __all__ = [
     "EMA",
@@ -27,4 +30,7 @@ __all__ = [
     "save",
     "shard",
     "stats",
+    "trace",
 ]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
