@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +19,8 @@ from ring_attention.plan import MaskTensors
 from ring_attention.ring import Rounds
 from ring_attention.strategies import Choice, Sizes
 from ring_attention.ulysses import HeadExchange, Split
+
+log = logging.getLogger(__name__)
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -124,7 +127,9 @@ class Asked:
 def chosen(sizes: Sizes, layout: str, mask: str, tensors: MaskTensors, device: torch.device) -> Choice:
     """`strategies.choose`, kept: it looks at the work of every position."""
     rule = masks.parse(mask, tensors.documents, tensors.prefix)
-    return strategies.choose(sizes, layouts.parse(layout), rule, device)
+    choice = strategies.choose(sizes, layouts.parse(layout), rule, device)
+    log.debug("strategy %s for %s, %s: %s", choice.strategy, layout.partition(":")[0], rule.summary(), choice.why)
+    return choice
 
 
 @lru_cache(maxsize=64)

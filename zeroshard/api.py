@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ from .optimizer import Stepper
 from .partition import UnitPlan, clean, keep_fp32_modules, partition
 from .runtime import Runtime, Scope
 from .unit import Unit
+
+log = logging.getLogger(__name__)
 
 
 def shard(
@@ -59,6 +63,9 @@ def shard(
     plans = partition(model, options)
     topology = comm.topology(mesh, guard, _device(plans))
     _agree(plans, options, topology, guard)
+    if comm.own_rank() == topology.shard.ranks[0]:
+        for text in [*options.ignored, *_outside(model, optimizers)]:
+            warnings.warn(text, stacklevel=2)
     runtime = _build(model, plans, options, topology, guard)
     for each in optimizers:
         Stepper(each, runtime)
@@ -77,6 +84,21 @@ def _optimizers(model: nn.Module, optimizer: Any) -> list[optim.Optimizer]:
                 "model.parameters() of the model that is sharded"
             )
     return optimizers
+
+
+def _outside(model: nn.Module, optimizers: list[optim.Optimizer]) -> list[str]:
+    """Parameters that no gradient is reduced for, as warnings."""
+    inside = {id(param) for param in model.parameters()}
+    counts = [
+        (type(each).__name__, sum(id(p) not in inside for group in each.param_groups for p in group["params"]))
+        for each in optimizers
+    ]
+    return [
+        f"{name} holds {count} parameters that are not in this model: every rank steps them by itself, with gradients of "
+        "its own. Give each model an optimizer of its own"
+        for name, count in counts
+        if count
+    ]
 
 
 def _agree(plans: list[UnitPlan], options: Options, topology: comm.Topology, guard: Guard) -> None:
@@ -149,6 +171,7 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
             scopes.append(Scope(len(scopes), mine[0].name if mine else type(model).__name__, mine))
             homes.append(module)
     runtime = Runtime(units, scopes, topology, options, guard, ledger, hooks.at_end_of_backward)
+    _tell(runtime)
     for module, scope in zip(homes, scopes, strict=True):
         hooks.watch_module(module, runtime, scope)
     hooks.watch_batch(model, guard.rank)
@@ -166,6 +189,18 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
     model.__dict__["_zeroshard"] = runtime
     model.__dict__["no_sync"] = NoSync(runtime)
     return runtime
+
+
+def _tell(runtime: Runtime) -> None:
+    topology, stage = runtime.topology, int(runtime.options.stage)
+    shards, replicas = topology.shard.size, topology.replicate.size
+    log.debug("stage %d over %d ranks x %d replicas: %d units", stage, shards, replicas, len(runtime.units))
+    for unit in runtime.units:
+        numel, kept = sum(entry.slot.numel for entry in unit.entries), unit.held_numel * unit.dtype.itemsize
+        log.debug(
+            "unit %s: %d parameters, %d numbers, %s used as %s%s; share of this rank %d bytes",
+            unit.name, len(unit.entries), numel, unit.dtype, unit.compute, "" if unit.trainable else ", frozen", kept,
+        )  # fmt: skip
 
 
 class NoSync:

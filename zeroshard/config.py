@@ -108,6 +108,16 @@ class Options:
                     raise ShardError(f"units holds {unit!r}: expected module classes, modules, or patterns on dotted names")
         return Options(Stage(stage), units, precision, reduce, prefetch)
 
+    @property
+    def ignored(self) -> list[str]:
+        """What does nothing beside the other settings, and why."""
+        found = []
+        if self.prefetch > 1 and not self.stage.release_params:
+            found.append(f"prefetch={self.prefetch} is ignored: at stage {int(self.stage)} parameters stay whole between uses")
+        if self.precision is not None and self.precision.keep_fp32 and self.precision.compute is None:
+            found.append(f"Precision(keep_fp32={self.precision.keep_fp32}) is ignored without Precision(compute=...)")
+        return found
+
 
 def launched_ranks() -> int:
     """How many ranks torchrun or accelerate has started, by the environment; 1 without them."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from .runtime import Runtime
 from .sharded import Sharded
 from .unit import Unit
 from .whole import Owners
+
+log = logging.getLogger(__name__)
 
 ELEMENTWISE = frozenset(
     [
@@ -58,6 +61,8 @@ class Stepper:
     def __init__(self, optimizer: optim.Optimizer, runtime: Runtime):
         self._optimizer, self.runtime = weakref.ref(optimizer), runtime
         self.owners = Owners(runtime) if self._needs_whole(optimizer) else None
+        how = "pieces of parameters" if self.owners is None else "whole parameters, each on the rank that owns it"
+        log.debug("%s steps %s", type(optimizer).__name__, how)
         self._parts: dict[int, nn.Parameter] = {}
         self._groups: list[list[nn.Parameter]] | None = None
         self._swapped: list[tuple[Entry, nn.Parameter]] = []

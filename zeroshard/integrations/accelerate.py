@@ -16,6 +16,7 @@ import contextlib
 import functools
 import pathlib
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,8 @@ class Accelerator(accelerate.Accelerator):
             if self.dataloader_config.dispatch_batches:
                 raise ValueError("dispatch_batches=True would give context ranks different rows. Leave it out.")
             self.dataloader_config.dispatch_batches = False  # by default it is for iterable datasets
+        if self.ddp_handler is not None:
+            warnings.warn("DistributedDataParallelKwargs are ignored: zeroshard takes the place of that wrapper", stacklevel=3)
         self._shard_options = dict(shard or {})
         self._sharded: list[torch.nn.Module] = []  # in the order of prepare
         self._attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
