@@ -44,22 +44,24 @@ def train(options: Options, console: Console) -> list[float]:
     test_loader = torch.utils.data.DataLoader(held_out, batch_size=options.batch_size)
     loader, test_loader = accelerator.prepare(loader, test_loader)
 
-    recorder = run.Recorder(accelerator, options, console, done, model=loaded.name, predicted=predicted)
+    about = {"model": loaded.name, "predicted": predicted, **run.speed(accelerator, options, loaded.model)}
+    recorder = run.Recorder(accelerator, options, console, done, **about)
     recorder.held_out(done, run.evaluate(accelerator, model, test_loader))
     losses = []
     with memory, recorder.steps:
         for step, window in enumerate(run.windows(loader, micro_batches), done + 1):
             started, total, norm = time.perf_counter(), torch.zeros((), device=accelerator.device), 0.0
             tokens = run.mean_tokens(accelerator, window)
-            for batch in window:
-                with accelerator.accumulate(model):
-                    loss = model(batch, tokens)
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients and options.max_grad_norm:
-                        norm = float(accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                total += loss.detach() / micro_batches
+            with run.traced(options, step - done):  # <- nothing, but for one step of a run with --trace
+                for batch in window:
+                    with accelerator.accumulate(model):
+                        loss = model(batch, tokens)
+                        accelerator.backward(loss)
+                        if accelerator.sync_gradients and options.max_grad_norm:
+                            norm = float(accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    total += loss.detach() / micro_batches
             lr = scheduler.get_last_lr()[0]
             scheduler.step()
             losses.append(float(accelerator.reduce(total, "mean")))

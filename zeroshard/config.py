@@ -119,9 +119,20 @@ class Options:
         return found
 
 
+COMMUNICATION = (
+    "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+
+
+def communication_settings() -> dict[str, str]:
+    """What of the environment bears on how ranks find and talk to each other, where it is set."""
+    return {name: value for name in COMMUNICATION if (value := os.environ.get(name)) is not None}
+
+
 def launched_ranks() -> int:
     """How many ranks torchrun or accelerate has started, by the environment; 1 without them."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    return int(communication_settings().get("WORLD_SIZE") or 1)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -182,6 +182,16 @@ def observed(observer: Observer) -> Iterator[None]:
             handle.remove()
 
 
+def watch_saved(call: Callable[[torch.Tensor], None]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, `call` sees every tensor that autograd keeps for backward."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        call(tensor)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
 def watch_gradients(entry: Entry, runtime: Runtime) -> None:
     """Autograd's node that accumulates this parameter's gradient reports before and after."""
     param = entry.param

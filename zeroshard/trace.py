@@ -174,10 +174,17 @@ class Recorder:
         if not self._in_backward:
             self._in_backward = True
             self.push(BACKWARD)
-            at_end_of_backward(lambda: at_end_of_backward(self._backward_ends))  # after what the engine does at its end
-        elif self._stack and self._stack[-1].name.startswith(f"{BACKWARD} "):
-            self._pop()
+            at_end_of_backward(self._last_unit_ends)
+        self._end_unit()
         self.push(f"{BACKWARD} {name}")
+
+    def _end_unit(self) -> None:
+        if self._stack and self._stack[-1].name.startswith(f"{BACKWARD} "):
+            self._pop()
+
+    def _last_unit_ends(self) -> None:
+        self._end_unit()
+        at_end_of_backward(self._backward_ends)  # after what the engine does at the end
 
     def _backward_ends(self) -> None:
         if self._in_backward:
@@ -288,15 +295,14 @@ def _rows(spans: list[Span]) -> list[tuple[Span, str]]:
     placed = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         rows = ends.setdefault(span.lane, [])
-        for number, open_ends in enumerate(rows):
+        for open_ends in rows:
             while open_ends and open_ends[-1] <= span.begin:
                 open_ends.pop()
-            if not open_ends or span.end <= open_ends[-1]:
-                break
-        else:
-            number, open_ends = len(rows), []
-            rows.append(open_ends)
-        open_ends.append(span.end)
+        fitting = (number for number, open_ends in enumerate(rows) if not open_ends or span.end <= open_ends[-1])
+        number = next(fitting, len(rows))
+        if number == len(rows):
+            rows.append([])
+        rows[number].append(span.end)
         placed.append((span, span.lane if number == 0 else f"{span.lane} {number + 1}"))
     return placed
 

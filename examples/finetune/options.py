@@ -35,6 +35,7 @@ class Options:
     max_grad_norm: float
     seed: int
     checkpoint_every: int
+    trace: bool
     resume: bool
     auto_resume: bool
 
@@ -105,6 +106,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--max-grad-norm", type=_not_negative(float), default=1.0, help="gradient clipping; 0 for none")
     run.add_argument("--seed", type=_not_negative(int), default=0, help="of data order and of a model from scratch")
     run.add_argument("--checkpoint-every", type=_not_negative(int), default=0, help="steps; 0: only after the last")
+    run.add_argument("--trace", action="store_true", help="every rank writes what it does in the second step, for "
+                     "`zeroshard report` and ui.perfetto.dev")
     return p
 # fmt: on
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.utils import GradientAccumulationPlugin, ParallelismConfig, gather_object
 from rich.console import Console
 from torch.distributed.rendezvous import rendezvous
@@ -167,7 +170,45 @@ def how_to_go_on(options: Options) -> str:
     return "There is no checkpoint yet to go on from; --checkpoint-every writes some on the way."
 
 
+def speed(accelerator: Accelerator, options: Options, model: transformers.PreTrainedModel) -> dict[str, float]:
+    """What MFU is made of: operations a token takes, and a second allows; the slowest rank counts."""
+    sizes = [p.numel() for p in model.parameters() if p.dim() > 1]
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    looked_up = 0 if head is not None and head.weight is embedding.weight else embedding.weight.numel()
+    config = model.config.get_text_config()
+    pairs = options.seq_len / 2 * config.num_hidden_layers * config.hidden_size  # causal: half of them
+    rates = gather_object([matrix_product_flops(accelerator.device, options)])
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "flops_per_token": 6 * (sum(sizes) - looked_up) + 12 * pairs,  # PaLM, https://arxiv.org/abs/2204.02311, appendix B
+        "rank_flops": min(rates),
+    }
+
+
+def matrix_product_flops(device: torch.device, options: Options, size: int = 1024, rounds: int = 3) -> float:
+    """Floating-point operations a second in the product of two matrices [size, size]: the best of some rounds."""
+    size = 8192 if device.type == "cuda" else size
+    a = torch.ones(size, size, device=device, dtype=torch.bfloat16 if options.precision == "bf16" else torch.float32)
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)
+
+
 # ------------------------------------------------------------------------------------------------------- in the loop
+
+
+def traced(options: Options, number: int) -> contextlib.AbstractContextManager[None]:
+    """Around the steps of this process, counted from 1: the first one warms up, so the second is traced."""
+    wanted = options.trace and number == min(2, options.steps)
+    if not wanted:
+        return contextlib.nullcontext()
+    options.output.mkdir(parents=True, exist_ok=True)  # on every node
+    return zeroshard.trace(options.output / "trace.json")
 
 
 def windows(loader: Any, size: int) -> Iterator[list[Batch]]:
@@ -258,6 +299,8 @@ class Recorder:
         self._metrics = None
         if accelerator.is_main_process:
             self._metrics = Metrics(self._path, first)
+            for trace in [] if first else options.output.glob("trace*.json"):  # of an earlier run
+                trace.unlink()
         self._write("run", step=first, options=options.as_text(), ranks=accelerator.num_processes, **about)
         self.steps = Steps(console, first, options.steps)
 

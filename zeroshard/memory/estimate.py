@@ -201,7 +201,7 @@ def _state_bytes(optimizer: optim.Optimizer) -> list[int]:
     for group in optimizer.param_groups:
         group.update({name: False for name in ("fused", "foreach", "capturable") if group.get(name)})
     try:
-        with _NumbersAreOne():
+        with NumbersAreOne():
             optimizer.step()
     except Exception as error:
         raise ShardError(
@@ -212,8 +212,8 @@ def _state_bytes(optimizer: optim.Optimizer) -> list[int]:
     return [sum(x.nbytes for x in tree_leaves(optimizer.state[p]) if isinstance(x, torch.Tensor)) for p in params]
 
 
-class _NumbersAreOne(TorchDispatchMode):
-    """Steps that look at a value of a meta tensor see 1."""
+class NumbersAreOne(TorchDispatchMode):
+    """What looks at a value of a meta tensor sees 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
