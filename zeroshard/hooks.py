@@ -94,7 +94,7 @@ def watch_batch(model: nn.Module, rank: int) -> None:
         if tensors and all(not value.numel() for value in tensors.values()):
             found.append(f"its inputs {', '.join(map(repr, tensors))} are empty, and a mean over nothing is NaN")
         for what in found:
-            text = f"rank {rank}, call of {type(model).__name__}: {what}; it would spread to the weights of all ranks"
+            text = f"rank {rank}, call of {type(module).__name__}: {what}; it would spread to the weights of all ranks"
             warnings.warn(text, InputWarning, stacklevel=2)
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

@@ -61,14 +61,15 @@ class Kill:
         return Kill(victim, event, source.random(), source.random() < 0.25, source.random() < 0.6)
 
 
-def die_at(event: int, folder: str) -> None:
-    """SIGKILL when this process is about to open for writing, make, rename or remove its `event`-th path under `folder`."""
-    left = [event]
+def die_at(event: int, checkpoint: pathlib.Path) -> None:
+    """SIGKILL when this process is about to open for writing, make, rename or remove the `event`-th path of a checkpoint,
+    in its folder or in a hidden one beside it."""
+    left, starts = [event], (str(checkpoint), str(checkpoint.with_name(f".{checkpoint.name}")))
 
     def audit(name: str, args: tuple[Any, ...]) -> None:
         writes = name == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         touches = writes or name in ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
-        if touches and any(folder in os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike))):
+        if touches and any(os.fsdecode(arg).startswith(starts) for arg in args if isinstance(arg, (str, bytes, os.PathLike))):
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -106,7 +107,7 @@ def save_twice(rank: int, ranks: int, folder: str, kill: Kill, parent: Connectio
         if extra == "old" and not kill.first:
             zeroshard.save(path, model, optimizer, extra=extra)
     if rank == kill.victim and kill.event is not None:
-        die_at(kill.event, path)
+        die_at(kill.event, pathlib.Path(path))
     dist.barrier()
     parent.send("saving")
     try:
