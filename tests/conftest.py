@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness import RankPools, rank_environment
 
@@ -16,9 +17,11 @@ def ranks() -> Iterator[RankPools]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same start for what a test computes in its own process as a rank has."""
+def same_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test computes in its own process starts as on a rank: one thread, one seed, and nothing left by another test."""
     for name, value in rank_environment().items():
         monkeypatch.setenv(name, value)
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    assert not dist.is_initialized(), "the test has left a process group behind"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,9 +21,10 @@ ROWS, MICRO_BATCH, ACCUMULATION = 48, 2, 2
 
 @contextlib.contextmanager
 def launched(rank: int, world: int, **sizes: int) -> Iterator[None]:
-    """What `accelerate launch` leaves in a rank's environment, for a process group that exists already."""
+    """What `accelerate launch` leaves in a rank's environment. A process group that was not there before is closed."""
     from accelerate.state import AcceleratorState, GradientState
 
+    had_group = dist.is_initialized()
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     section = {f"PARALLELISM_CONFIG_{name.upper()}": size for name, size in sizes.items()}
     if section:
@@ -35,6 +37,8 @@ def launched(rank: int, world: int, **sizes: int) -> Iterator[None]:
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+            if dist.is_initialized() and not had_group:
+                dist.destroy_process_group()
 
 
 def data() -> TensorDataset:
