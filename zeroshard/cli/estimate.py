@@ -176,9 +176,9 @@ def _show(
         cells = [next(r for r in rows if (r.ranks, r.context, r.stage) == (ranks, context, stage)) for stage in stages]
         table.add_row(str(ranks), str(context), *(_cell(row.total, device_memory) for row in cells))
     console.print(table)
-    largest = min(rows, key=lambda row: row.total)
-    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in largest.categories.items() if nbytes)
-    say(f"the least, {largest.ranks} ranks at stage {largest.stage}: {parts}")
+    least = min(rows, key=lambda row: row.total)
+    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.categories.items() if nbytes)
+    say(f"the least, {least.ranks} ranks at stage {least.stage}: {parts}")
     if logits:
         told = ", ".join(f"{size(nbytes)} at context {degree}" for degree, nbytes in logits.items())
         say(f"not counted: logits and their gradient, unless the loss is computed in chunks: {told}")

@@ -76,7 +76,10 @@ def bars(rows: Sequence[tuple[str, str, Mapping[str, int]]], title: str, limit_g
     axes.set(title=title, ylabel="GiB")
     axes.margins(y=0.12)
     axes.set_ylim(bottom=0)
-    _finish(axes, legend=True)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    order = [name for name in reversed(CATEGORIES) if name in handles]  # from top to bottom, as they are stacked
+    axes.legend([handles[name] for name in order], order, fontsize=8, frameon=False)
+    _finish(axes)
     return figure
 
 
