@@ -44,6 +44,7 @@ ORDER = [
     "zeroshard/checkpoint/load.py",
     "zeroshard/checkpoint/tensorfile.py",
     "zeroshard/checkpoint/export.py",
+    "zeroshard/checkpoint/filling.py",
     "zeroshard/checkpoint/materialize.py",
     "zeroshard/checkpoint/convert.py",
     "zeroshard/checkpoint/__init__.py",

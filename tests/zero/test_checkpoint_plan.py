@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard import ShardError
+from zeroshard.checkpoint import files
 from zeroshard.checkpoint.plan import Turns, boxes
 from zeroshard.checkpoint.tensorfile import Shape, Writer, stored_in
 
@@ -77,3 +78,17 @@ def test_a_damaged_safetensors_file_is_named(tmp_path: pathlib.Path, content: by
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ShardError, match=r"model\.safetensors"):
         stored_in(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64, torch.bool, torch.int64])
+def test_what_is_written_is_the_memory_itself(tmp_path: pathlib.Path, dtype: torch.dtype) -> None:
+    """The middle of a buffer is saved without a copy and without the rest of the buffer."""
+    buffer = torch.arange(4096).to(dtype)
+    for values in (buffer[1000:3000].view(40, 50), buffer[7], buffer[:0]):
+        alone = files._alone(values)
+        assert alone.data_ptr() == values.data_ptr() or not values.numel()
+        assert alone.untyped_storage().nbytes() == values.nbytes
+    item = files.Item("x", (0,), buffer[1000:3000].view(40, 50))
+    written = files.write(tmp_path, "file", {}, [item])
+    assert written.nbytes < item.values.nbytes + 1000
+    assert torch.equal(torch.load(tmp_path / "file"), item.values)

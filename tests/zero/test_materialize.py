@@ -14,6 +14,7 @@ from tests.harness import RankPools, assert_equal
 from tests.models import CASES, adamw, trainable
 from tests.zero.checkpoints import meet, pair, steps
 from zeroshard import Precision, ShardError
+from zeroshard.checkpoint import filling
 
 
 class Parents(nn.Module):
@@ -244,3 +245,14 @@ def families_from_scratch(rank: int, world: int) -> list[str]:
 
 def test_transformers_models_from_scratch_are_cpu_builds(ranks: RankPools) -> None:
     assert ranks(2).run(families_from_scratch, timeout=120) == [[], []]
+
+
+def test_one_block_of_memory_serves_all_modules() -> None:
+    scratch = filling.Scratch()
+    places = set()
+    for width in (64, 32, 64, 16):
+        unset = scratch.unset(dict(nn.Linear(width, width, device="meta", dtype=torch.float64).named_parameters()))
+        assert all(bool(x.isnan().all()) for x in unset.values())
+        assert unset["bias"].data_ptr() - unset["weight"].data_ptr() == unset["weight"].nbytes
+        places.add(unset["weight"].data_ptr())
+    assert len(places) == 1

@@ -8,7 +8,6 @@ sent, and what a CPU build with the same seed would hold is held. From files, ea
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -23,6 +22,7 @@ from ..optimizer import publish
 from ..partition import clean
 from ..runtime import Runtime, runtime_of
 from . import contents
+from .filling import REMEDY, Fill, Scratch, full_name, on_meta, values_of
 from .tensorfile import Stored, stored_in
 from .together import together
 
@@ -71,26 +71,6 @@ def materialize(model: nn.Module, source: str | os.PathLike[str] | None = None) 
 
 # ------------------------------------------------------------------------------------------ who fills what
 
-REMEDY = (
-    "Build the model on the CPU (rank 0's values are everybody's), or take values from files with materialize(model, source) "
-    "or load"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fill:
-    """`call()` gives values to the own parameters and buffers of the module `name`. `how` names it in errors.
-
-    alone: nothing else fills the module, so what its constructor draws is not repeated.
-    """
-
-    name: str
-    module: nn.Module
-    call: Callable[[], Any]
-    how: str
-    alone: bool = False
-
-
 def _in_build_order(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Children before parents, each module once: a parent resets itself at the end of its own construction."""
     seen = set() if seen is None else seen
@@ -133,7 +113,7 @@ def _fills(model: nn.Module) -> list[Fill]:
     for name, module in _in_build_order(model):
         if id(module) not in filled:
             params = [leaf for leaf, param in module._parameters.items() if param is not None]
-            _refuse_if_any(name, module, params + [leaf for leaf, buffer in module._buffers.items() if _on_meta(buffer)])
+            _refuse_if_any(name, module, params + [leaf for leaf, buffer in module._buffers.items() if on_meta(buffer)])
     return fills
 
 
@@ -142,7 +122,7 @@ def _fills_of_buffers(model: nn.Module, stored: dict[str, Stored]) -> list[Fill]
     modules = dict(model.named_modules())
     fills: list[Fill] = []
     for name, module in _in_build_order(model):
-        needs = [leaf for leaf, buffer in module._buffers.items() if _on_meta(buffer) and _full(name, leaf) not in stored]
+        needs = [leaf for leaf, buffer in module._buffers.items() if on_meta(buffer) and full_name(name, leaf) not in stored]
         call, above = _reset_of(module), name
         while call is None and above:
             above = above.rpartition(".")[0]
@@ -158,17 +138,9 @@ def _fills_of_buffers(model: nn.Module, stored: dict[str, Stored]) -> list[Fill]
 def _refuse_if_any(name: str, module: nn.Module, leaves: list[str]) -> None:
     if leaves:
         raise ShardError(
-            f"{_full(name, leaves[0])} cannot be given a value: its module, a {type(module).__name__}, has no "
+            f"{full_name(name, leaves[0])} cannot be given a value: its module, a {type(module).__name__}, has no "
             f"reset_parameters. Give it one that fills its own parameters and buffers. {REMEDY}"
         )
-
-
-def _full(module: str, leaf: str) -> str:
-    return clean(f"{module}.{leaf}" if module else leaf)
-
-
-def _on_meta(buffer: torch.Tensor | None) -> bool:
-    return buffer is not None and buffer.device.type == "meta"
 
 
 # ------------------------------------------------------------------------------------------ from scratch
@@ -179,84 +151,33 @@ def _build(model: nn.Module, runtime: Runtime, fills: list[Fill], states: list[b
     shared = torch.frombuffer(bytearray(states[0]), dtype=torch.uint8)
     torch.set_rng_state(shared)
     filled: set[str] = set()
+    scratch = Scratch()
     for fill in fills:
         before = torch.get_rng_state() if fill.alone else None
-        new = _filled(fill, runtime)
+        new = values_of(fill, runtime, scratch)
         first = next((leaf for leaf, param in fill.module._parameters.items() if param is not None), None)
         if first is not None and before is not None and not torch.equal(before, torch.get_rng_state()):
             raise ShardError(
-                f"{_full(fill.name, first)}: its module, a {type(fill.module).__name__}, has no reset_parameters, and the "
+                f"{full_name(fill.name, first)}: its module, a {type(fill.module).__name__}, has no reset_parameters, and the "
                 f"{fill.how} draws random numbers for it; whether its constructor draws some too cannot be known, so a CPU "
                 f"build with the same seed cannot be repeated. {REMEDY}"
             )
-        for leaf in list(new):  # gone before the next module's are made
+        for leaf, values in new.items():
             entry = runtime.entry_of[id(fill.module._parameters[leaf])]
             filled.add(entry.name)
-            if entry.name == _full(fill.name, leaf):  # a tied one has the values of its first place
-                entry.piece_of(entry.unit.shard).copy_(entry.spec.cut(new.pop(leaf)))
-        new.clear()
+            if entry.name == full_name(fill.name, leaf):  # a tied one has the values of its first place
+                entry.piece_of(entry.unit.shard).copy_(entry.spec.cut(values))
     if not torch.equal(own, shared):
         torch.set_rng_state(own)
     _check_filled({entry.name for entry in runtime.entry_of.values()} - filled, model, fills)
 
 
 def _check_filled(missing: set[str], model: nn.Module, fills: list[Fill]) -> None:
-    missing = missing | {clean(name) for name, buffer in model.named_buffers() if _on_meta(buffer)}
+    missing = missing | {clean(name) for name, buffer in model.named_buffers() if on_meta(buffer)}
     if missing:
         name = min(missing)
         how = [fill.how for fill in fills if clean(fill.name) == name.rpartition(".")[0]]
         raise ShardError(f"{' and '.join(how)} leaves {name} without a value. {REMEDY}")
-
-
-def _filled(fill: Fill, runtime: Runtime) -> dict[str, torch.Tensor]:
-    """Calls it with new tensors on the CPU in place of the module's own parameters, and of its buffers on the meta device.
-
-    -> the values of the parameters it has filled. Buffers it has filled stay, on the model's device.
-    """
-    module = fill.module
-    params, buffers = dict(module._parameters), dict(module._buffers)
-    device = runtime.units[0].shard.device if runtime.units else torch.device("cpu")
-    fresh: dict[str, torch.Tensor] = {}
-    for leaf, param in params.items():
-        if param is not None:
-            values = _unset(tuple(param.shape), param.dtype)
-            module._parameters[leaf] = whole = nn.Parameter(values, requires_grad=param.requires_grad)
-            fresh[leaf] = whole
-    for leaf, buffer in buffers.items():
-        if buffer is not None and _on_meta(buffer):
-            fresh[leaf] = module._buffers[leaf] = _unset(tuple(buffer.shape), buffer.dtype)
-    versions = {leaf: tensor._version for leaf, tensor in fresh.items()}
-    try:
-        fill.call()
-        now = {leaf: module._parameters.get(leaf) if leaf in params else module._buffers.get(leaf) for leaf in fresh}
-    finally:
-        module._parameters.update(params)
-    filled: dict[str, torch.Tensor] = {}
-    for leaf, tensor in fresh.items():
-        got = now[leaf]
-        touched = got is not None and (got is not tensor or tensor._version != versions[leaf] or not _is_unset(tensor))
-        if got is not None and touched and got.is_floating_point() and bool(got.isnan().any()):
-            raise ShardError(f"{fill.how} leaves part of {_full(fill.name, leaf)} as it is. {REMEDY}")
-        if leaf not in params:
-            module._buffers[leaf] = got.to(device) if got is not None and touched else buffers[leaf]
-        elif got is not None and touched:
-            filled[leaf] = got.detach()
-    return filled
-
-
-def _mark(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype is torch.bool else torch.iinfo(dtype).max
-
-
-def _unset(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, _mark(dtype), dtype=dtype, device="cpu")
-
-
-def _is_unset(tensor: torch.Tensor) -> bool:
-    same = tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _mark(tensor.dtype)
-    return bool(same.all())
 
 
 # ------------------------------------------------------------------------------------------ from files
@@ -285,8 +206,9 @@ def _match(stored: dict[str, Stored], model: nn.Module, runtime: Runtime) -> Non
 def _read(stored: dict[str, Stored], model: nn.Module, runtime: Runtime, fills: list[Fill]) -> None:
     modules = dict(model.named_modules())
     with torch.random.fork_rng(devices=[]):
+        scratch = Scratch()
         for fill in fills:
-            _filled(fill, runtime)
+            values_of(fill, runtime, scratch)
     for entry in runtime.entry_of.values():
         name = next(name for name in entry.names if name in stored)
         stored[name].read(entry.start, entry.piece_of(entry.unit.shard))

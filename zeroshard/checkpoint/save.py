@@ -59,7 +59,8 @@ def save(
             cleared is what broken-off saves of the run have left. `None` touches no other path.
         trainable_only: of the model only parameters with `requires_grad` (adapters); `load` leaves the others as they are.
 
-    Memory beyond the model's own: the largest piece of one tensor; with `blocking=False` a copy of what this rank writes.
+    Memory beyond the model's own: on a GPU the largest piece of one tensor, on the CPU none; with `blocking=False` a copy of
+    what this rank writes.
 
     Raises:
         ShardError: on all ranks, when any rank cannot write (its text says which and why), or something cannot be saved.
