@@ -42,6 +42,8 @@ def group_names(group: Group | None) -> str:
     """The process groups behind a handle as text: one name, or two, ring and heads, for a 2-D mesh."""
     if group is None:
         raise UsageError("group is None: pass the process group or device mesh that the sequence is split over")
+    if not (isinstance(group, dist.ProcessGroup) or (isinstance(group, DeviceMesh) and group.get_coordinate() is not None)):
+        raise UsageError(f"group={group!r}: expected a ProcessGroup or a DeviceMesh that this rank is part of")
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise UsageError(f"the device mesh has {group.ndim} dims; pass the one (or two, for hybrid) to split over")

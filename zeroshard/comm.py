@@ -323,7 +323,7 @@ def topology(mesh: Any, watch: Watch | None = None, device: torch.device | None 
                 "torch.distributed.init_process_group() before zeroshard.shard"
             )
         return along(dist.group.WORLD if dist.is_initialized() else None)
-    if isinstance(mesh, DeviceMesh):
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:
         if mesh.ndim == 1:
             return along(mesh.get_group())
         if mesh.ndim == 2:
@@ -334,7 +334,7 @@ def topology(mesh: Any, watch: Watch | None = None, device: torch.device | None 
         )
     if isinstance(mesh, ProcessGroup):
         return along(mesh)
-    raise ShardError(f"mesh={mesh!r}: expected None, a ProcessGroup or a DeviceMesh")
+    raise ShardError(f"mesh={mesh!r}: expected None, or a ProcessGroup or DeviceMesh that this rank is part of")
 
 
 def whole_world_store() -> Any:

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import ring_attention
 import zeroshard
 from tests.harness import RankPools, assert_equal
 from tests.models import CASES, Net, sgd, train_reference, trainable
@@ -278,6 +280,23 @@ def test_replicas_of_shards_on_four_ranks(ranks: RankPools) -> None:
                 assert_equal(got, want, rtol=1e-11, atol=1e-13)
             except AssertionError as error:
                 raise AssertionError(f"{item}:\n{error}") from None
+
+
+def outside(rank: int, world: int) -> list[str]:
+    """What the one rank hears that is in neither the group nor the mesh."""
+    handles = [dist.new_group([0, 1]), DeviceMesh("cpu", [0, 1]), "data"]
+    said = []
+    for call in (lambda handle: zeroshard.shard(nn.Linear(2, 2), mesh=handle), ring_attention.ContextParallel):
+        for handle in handles if rank == 2 else []:
+            with pytest.raises((zeroshard.ShardError, ring_attention.RingError)) as error:
+                call(handle)
+            said.append(str(error.value))
+    return said
+
+
+def test_a_rank_outside_the_mesh_is_told(ranks: RankPools) -> None:
+    *_, said = ranks(3).run(outside)
+    assert len(said) == 6 and all("that this rank is part of" in text for text in said)
 
 
 def forgotten_group() -> str:
