@@ -63,6 +63,8 @@ def shard(
     plans = partition(model, options)
     topology = comm.topology(mesh, guard, _device(plans))
     _agree(plans, options, topology, guard)
+    if topology.ranks > 1:
+        _check_tables(model)
     if comm.own_rank() == topology.shard.ranks[0]:
         for text in [*options.ignored, *_outside(model, optimizers)]:
             warnings.warn(text, stacklevel=2)
@@ -84,6 +86,16 @@ def _optimizers(model: nn.Module, optimizer: Any) -> list[optim.Optimizer]:
                 "model.parameters() of the model that is sharded"
             )
     return optimizers
+
+
+def _check_tables(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ShardError(
+                f"{clean(name)} has max_norm={module.max_norm}: a forward would rewrite the rows that its own rank looks up, "
+                "and the ranks' tables would differ. Use max_norm=None, and clip rows after a step inside "
+                "`with zeroshard.gathered(model, write=True):`"
+            )
 
 
 def _outside(model: nn.Module, optimizers: list[optim.Optimizer]) -> list[str]:

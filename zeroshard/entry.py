@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 _Tensor: Any = torch.Tensor
 
 
+def accumulation_node(param: torch.Tensor) -> Any:
+    """Autograd's node that accumulates the gradient of a leaf that requires one."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 class Entry:
     """See the top of the file."""
 
@@ -56,6 +62,18 @@ class Entry:
                 f"{self.name}: another tensor has taken its place since shard (torch.utils.swap_tensors), and with it what "
                 "tells the engine of its gradients. Write values inside `with zeroshard.gathered(model, write=True):`"
             )
+
+    def check_conversion(self, full: torch.Tensor) -> None:
+        """Has the user's object been converted or moved, perhaps there and back? Autograd then makes it a new node."""
+        param = self.param
+        same_node = self.node is None or not param.requires_grad or accumulation_node(param) is self.node
+        if same_node and param.dtype == full.dtype and param.device == full.device:
+            return
+        raise ShardError(
+            f"{self.name} has been converted or moved since shard (model.to, .float, .half, ...; it is {param.dtype} on "
+            f"{param.device}, the engine's values are {full.dtype} on {full.device}), which cuts it from the hooks on its "
+            "gradient. Convert or move the model before zeroshard.shard"
+        )
 
     def piece_of(self, held: torch.Tensor) -> torch.Tensor:
         """This entry's elements of a [held_numel] buffer."""
@@ -139,7 +157,7 @@ class Entry:
     def recover(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """What a visible gradient is: the handle (then unit.grad is known again), a local view, or adopted from the user.
 
-        A gradient that the user assigned is taken to be the same whole tensor on every rank.
+        A gradient that the user assigned must be the same whole tensor on every rank: the runtime asks at the next step.
         """
         if grad is None or grad is self.local_view:
             return grad
@@ -148,7 +166,13 @@ class Entry:
             unit.grad = held if unit.grad is None else unit.grad
             if held is unit.grad:
                 return grad
-        source = grad.piece if isinstance(grad, Sharded) else self.spec.cut(grad.to_dense() if grad.is_sparse else grad)
+        if isinstance(grad, Sharded):
+            source = grad.piece
+        else:
+            grad = grad.to_dense() if grad.is_sparse else grad
+            source, runtime = self.spec.cut(grad), unit.runtime()
+            if runtime is not None:
+                runtime.assigned[self.name] = float(grad.detach().norm())
         self.piece_of(unit.grad_buffer()).copy_(source.detach())
         return self.make_handle()
 

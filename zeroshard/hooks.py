@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .config import InputWarning, ShardError
-from .entry import Entry
+from .entry import Entry, accumulation_node
 from .runtime import Runtime, Scope
 
 
@@ -86,7 +86,7 @@ def watch_batch(model: nn.Module, rank: int) -> None:
     """
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or _without_values():
             return
         named = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
         tensors = {name: value for name, value in named.items() if type(value) is torch.Tensor}
@@ -100,6 +100,11 @@ def watch_batch(model: nn.Module, rank: int) -> None:
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
+def _without_values() -> bool:
+    """While torch.compile traces, and inside transforms of torch.func, nobody can ask for a tensor's values."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _holds_nan(value: torch.Tensor) -> bool:
     seen = value.device.type == "cpu" and value.is_floating_point() and value.numel() > 0
     return seen and bool(value.detach().aminmax()[0].isnan())
@@ -110,7 +115,7 @@ def watch_indices(module: nn.Embedding | nn.EmbeddingBag, name: str, rank: int) 
 
     def before(module: Any, args: Any, kwargs: Any) -> None:
         ids = args[0] if args else kwargs.get("input")
-        if torch.compiler.is_compiling() or type(ids) is not torch.Tensor or ids.device.type != "cpu" or not ids.numel():
+        if _without_values() or type(ids) is not torch.Tensor or ids.device.type != "cpu" or not ids.numel():
             return
         low, high = (int(end) for end in ids.aminmax())
         rows = module.weight.shape[0]
@@ -198,9 +203,9 @@ def watch_gradients(entry: Entry, runtime: Runtime) -> None:
     if not (param.dtype.is_floating_point or param.dtype.is_complex):
         return
     trainable = param.requires_grad
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+    with torch._C.DisableTorchFunctionSubclass():
         param.requires_grad_(True)
-        entry.node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        entry.node = accumulation_node(param)
         param.requires_grad_(trainable)
     entry_ref, runtime_ref = weakref.ref(entry), weakref.ref(runtime)
 

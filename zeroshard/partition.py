@@ -131,8 +131,8 @@ def _blocks(modules: dict[str, nn.Module]) -> set[str]:
             continue
         kinds: dict[type, list[str]] = {}
         for child_name, child in module.named_children():
-            if any(True for _ in child.parameters()):
-                full_name = clean(f"{name}.{child_name}" if name else child_name)
+            full_name = clean(f"{name}.{child_name}" if name else child_name)
+            if full_name in modules and any(True for _ in child.parameters()):  # a shared one has its first name alone
                 kinds.setdefault(type(_unwrapped(child)), []).append(full_name)
         for same in kinds.values():
             largest = max(_numel(modules[child].parameters()) for child in same)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from torch import nn
 from . import saved
 from .backward import Backward
 from .comm import Topology
-from .config import Options, ShardError
+from .config import DivergenceError, Options, ShardError
 from .entry import Entry
 from .guard import Guard
 from .schedule import Schedule
@@ -29,6 +31,9 @@ from .unit import State, Unit
 if TYPE_CHECKING:
     from .join import Join
     from .memory.ledger import Ledger
+
+
+SAME_NORM = 1e-3  # how far norms of one gradient may be apart between ranks: sums may run in another order
 
 
 @dataclasses.dataclass
@@ -78,6 +83,7 @@ class Runtime:
         self.scope_of_unit = {unit.index: scope.index for scope in scopes for unit in scope.units}
         self.join: Join | None = None
         self.unpublished: Any = None  # a save in the background that nobody has waited for
+        self.assigned: dict[str, float] = {}  # norms of gradients that the user has put in place since the last step
         self.backward = Backward(self)
         self._depth = 0
         self._entered: list[tuple[Scope, bool]] = []
@@ -94,6 +100,23 @@ class Runtime:
         phase = "in backward, " if self.backward.under_way else "in forward, " if self._depth else ""
         return f" {phase}step {self.counters.steps + 1}"
 
+    def check_assigned(self) -> None:
+        """Collective where gradients were assigned: each rank keeps its pieces of what must be the same everywhere."""
+        here, self.assigned = self.assigned, {}
+        if not here or self.topology.ranks == 1:
+            return
+        told = self.topology.exchange_bytes("gradients assigned before a step", json.dumps(here).encode())
+        (first, norms), *others = [(rank, json.loads(text)) for rank, text in told]
+        for rank, theirs in others:
+            for name in sorted(norms.keys() | theirs.keys()):
+                one, other = norms.get(name, math.inf), theirs.get(name, math.inf)
+                if not (math.isclose(one, other, rel_tol=SAME_NORM) or (math.isnan(one) and math.isnan(other))):
+                    raise DivergenceError(
+                        f"the gradient assigned to {name} has norm {one:.6g} on rank {first} and {other:.6g} on rank {rank}, "
+                        "and must be the same on all. One from torch.autograd.grad is that of a rank's own data: average it "
+                        "over the ranks before it is assigned, or use loss.backward()"
+                    )
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardError(
             "copy.deepcopy of a sharded model. For an average of the weights use zeroshard.EMA(model, decay); for a copy, load "
@@ -109,6 +132,11 @@ class Runtime:
     # ---- forward
 
     def before_forward(self, scope: Scope) -> None:
+        if saved.recording_transform() and any(unit.releases for unit in scope.units):
+            raise ShardError(
+                f"{scope.name} is called inside a transform of torch.func that records gradients (grad, vjp, jvp, jacrev), "
+                "and stage 3 releases weights that it records. Use torch.autograd.grad or torch.autograd.functional, or stage 2"
+            )
         self.backward.forward_starts()
         if self._depth == 0:
             self.schedule.begin(self._phase)

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _autograd: Any = torch._C._autograd
 
 
+def recording_transform() -> bool:
+    """Inside a transform of torch.func other than vmap: what it records is not offered to saved-tensor hooks."""
+    levels = torch._C._functorch.get_interpreter_stack()
+    return levels is not None and any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+
+
 class Use:
     """One use of a unit in a forward: counts the references to it that autograd holds."""
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .memory.ledger import Ledger
 
 ALIGN_BYTES = 64
+LOOKS = 2  # uses of a unit, the first forward and its backward, whose weights are compared with the masters afterwards
 
 
 class State(enum.Enum):
@@ -73,6 +74,8 @@ class Unit(Gradients):
         low = plan.dtype.itemsize < 4 and plan.dtype.is_floating_point
         self.reduce_dtype = precision.reduce if precision is not None else torch.float32 if low else plan.dtype
         self.state, self.stale, self.users = State.SHARDED, False, 0
+        self._versions: list[int] = []
+        self._looks = LOOKS
         self.use: Any = None
         self.full: torch.Tensor | None = None
         self.full_storage = 0
@@ -216,10 +219,12 @@ class Unit(Gradients):
                 entry.param.__class__ = nn.Parameter
             if self.releases:
                 self._show_data()
+            self._versions = [entry.param._version for entry in self.entries]
         self.users += 1
 
     def conceal(self) -> None:
         """The last user goes: parameters are sharded again. Does not release."""
+        lost = self._keep_writes() if self.users == 1 and not self.alias else ""
         self.users -= 1
         if self.users == 0 and not self.alias:
             with torch._C.DisableTorchFunctionSubclass():
@@ -227,17 +232,46 @@ class Unit(Gradients):
                     if self.releases:
                         entry.param.data = self._nan.expand(entry.slot.shape)
                     entry.param.__class__ = ShardedParameter
+        if lost:
+            raise ShardError(f"{lost}. Write outside of forward, or inside `with zeroshard.gathered(model, write=True):`")
 
-    def reclaim(self) -> None:
-        """Where the user has given a whole parameter other storage (`p.data = ...`), its values move into the flat buffer."""
+    def _keep_writes(self) -> str:
+        """What a module wrote into its weights while they were whole goes to the masters; says what cannot.
+
+        Writes count versions up, but not those through `.data`: these are looked for after the first uses alone.
+        """
+        assert self.full is not None
+        own, moved = self.held_of(self.full), self.reclaim()
+        written = [e for e, seen in zip(self.entries, self._versions, strict=True) if e in moved or e.param._version != seen]
+        if self.compute != self.dtype:
+            names = ", ".join(entry.name for entry in written)
+            return f"forward wrote into {names}, a copy in {self.compute} of masters in {self.dtype}" if written else ""
+        for entry in written:
+            entry.piece_of(self._shard).copy_(entry.piece_of(own))
+        if not self._looks:
+            return ""
+        self._looks -= 1
+        behind = [e.name for e in self.entries if not _same_bits(e.piece_of(own), e.piece_of(self._shard))]
+        return f"forward wrote through .data into {', '.join(behind)}, which is not noticed each time" if behind else ""
+
+    def reclaim(self) -> list[Entry]:
+        """Where the user has given a whole parameter other storage (`p.data = ...`), its values move into the flat buffer.
+
+        Raises:
+            ShardError: it has another dtype or device, or had one since: that cuts it from the hooks on its gradient.
+        """
+        moved: list[Entry] = []
         if self.full is not None and (self.alias or self.users > 0):
             begin, size = self.full.data_ptr(), self.full.element_size()
             for entry in self.entries:
                 if entry.slot.numel and entry.param.data_ptr() != begin + entry.slot.offset * size:
                     entry.check_param()
+                    entry.check_conversion(self.full)
                     home = entry.view_of(self.full)
                     home.copy_(entry.param.detach())
                     entry.param.data = home
+                    moved.append(entry)
+        return moved
 
     @contextlib.contextmanager
     def whole_masters(self, label: str = "whole values of") -> Iterator[torch.Tensor]:
@@ -285,6 +319,10 @@ class Unit(Gradients):
         if runtime is None:
             raise ShardError(f"the model that {self.name} belonged to is gone")
         return runtime.on_the_spot(self, func, args, kwargs)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _replace_storage(param: nn.Parameter, data: torch.Tensor) -> None:
