@@ -19,6 +19,7 @@ from ring_attention.inside import Sharding
 from ring_attention.kernels import Scores
 from ring_attention.masks import Mask, Window
 from ring_attention.plan import Block
+from ring_attention.sums import by_rows
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -61,6 +62,7 @@ def attend(
 def partial(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention over this rank's keys alone: out [B, Hq, L, Dv], lse [B, Hq, L], both wide."""
     wide = lse.wide(query.dtype)
+    query, key, value = by_rows(query, key, value)
     if key.shape[2] == 0:
         shape = *query.shape[:3], value.shape[-1]
         return query.new_zeros(shape, dtype=wide), query.new_full(shape[:3], -torch.inf, dtype=wide)

@@ -25,7 +25,7 @@ from ring_attention import comm, lse
 from ring_attention.comm import Carrier, Ring
 from ring_attention.kernels import BlockKernel
 from ring_attention.plan import Block, Plan, Step
-from ring_attention.sums import Place, Portioned, Sum, major, merge
+from ring_attention.sums import Place, Portioned, Sum, by_rows, major, merge
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Rounds:
 
 def forward(rounds: Rounds, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, Hq, S, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> out [B, Hq, S, Dv], lse [B, Hq, S], both wide."""
+    q, k, v = by_rows(q, k, v)
     portions = _portions(rounds, q, k)
     asking = [portion.queries for portion in portions]
     out = Portioned((*q.shape[:3], v.shape[-1]), q, asking, major=major(q))
@@ -71,6 +72,7 @@ def backward(
 
     `needs`: whether keys and values want a gradient; those that do not stay 0 and nothing travels for them.
     """
+    dout, q, k, v, out = by_rows(dout, q, k, v, out)
     portions, norm = _portions(rounds, q, k), lse.finite(norm)
     dq = Portioned(q.shape, q, [portion.queries for portion in portions], major=major(q))
     dk, dv = (Portioned(x.shape, x, [portion.keys for portion in portions], major=major(x)) for x in (k, v))

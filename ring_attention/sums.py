@@ -68,6 +68,11 @@ def laid_out(x: Tensor, major: str) -> Tensor:
     return x.contiguous() if major == "head" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def by_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors [..., D] with each row together in memory: fused kernels take that for granted, and else read other values."""
+    return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
+
+
 class Sum:
     """A wide sum of parts. Where a part is the first it is written, not added: no zeros are written to be read again.
 

@@ -184,6 +184,8 @@ def _build(model: nn.Module, plans: list[UnitPlan], options: Options, topology: 
             homes.append(module)
     runtime = Runtime(units, scopes, topology, options, guard, ledger, hooks.at_end_of_backward)
     _tell(runtime)
+    if topology.ranks > 1:
+        hooks.watch_optimizers(runtime)
     for module, scope in zip(homes, scopes, strict=True):
         hooks.watch_module(module, runtime, scope)
     hooks.watch_batch(model, guard.rank)

@@ -128,6 +128,28 @@ def watch_indices(module: nn.Embedding | nn.EmbeddingBag, name: str, rank: int) 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
+# ------------------------------------------------------------------------------------------ optimizers
+
+
+def watch_optimizers(runtime: Runtime) -> None:
+    """While the runtime lives, steps of optimizers that `shard` was not given are refused: they would step by gradients of
+    this rank alone, or whole parameters by pieces."""
+    ref = weakref.ref(runtime)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        runtime = ref()
+        if runtime is None or any(known() is optimizer for known in runtime.optimizers):
+            return
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if id(param) in runtime.entry_of:
+                raise ShardError(
+                    f"{type(optimizer).__name__} steps {runtime.entry_of[id(param)].name}, which is sharded, but shard() was "
+                    "not given this optimizer. Give it all optimizers of the model, in a list"
+                )
+
+    weakref.finalize(runtime, register_optimizer_step_pre_hook(before).remove)
+
+
 # ------------------------------------------------------------------------------------------ backward
 
 

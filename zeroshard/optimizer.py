@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import logging
 import weakref
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .config import ShardError, settings_of
 from .entry import Entry
@@ -57,27 +55,6 @@ REFUSED = {
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
-_known: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()  # those that some call of shard was given
-
-
-@functools.cache
-def _watch_all_optimizers() -> None:
-    register_optimizer_step_pre_hook(_check_known)
-
-
-def _check_known(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """One that shard was not given would step by gradients of this rank alone, or whole parameters by pieces."""
-    if optimizer in _known:
-        return
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        entry = param.__dict__["_zeroshard"]() if "_zeroshard" in param.__dict__ else None
-        if entry is not None and entry.unit.topology.ranks > 1:
-            raise ShardError(
-                f"{type(optimizer).__name__} steps {entry.name}, which is sharded, but shard() was not given this optimizer. "
-                "Give shard all optimizers of the model, in a list, before the first step"
-            )
-
-
 class Stepper:
     """One optimizer of a runtime. Owned by the optimizer's hooks; knows the optimizer weakly."""
 
@@ -92,8 +69,6 @@ class Stepper:
         self._announced = contextlib.ExitStack()
         self._num_states = 0
         runtime.optimizers.append(self._optimizer)
-        _watch_all_optimizers()
-        _known.add(optimizer)
         for param, state in list(optimizer.state.items()):
             entry = self.entry_of(param)
             if entry is not None:

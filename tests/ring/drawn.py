@@ -40,5 +40,6 @@ def problems(draw: st.DrawFn) -> Problem:
         softcap=draw(st.sampled_from([None, None, 2.0])),
         scale=draw(st.sampled_from([None, 0.5])),
         sinks=draw(st.booleans()),
+        memory=draw(st.sampled_from(["", "", "q", "k", "v", "d", "qkvd"])),
         seed=draw(st.integers(0, 99)),
     )

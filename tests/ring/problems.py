@@ -34,6 +34,7 @@ class Problem:
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float64
+    memory: str = ""  # which of q, k, v, dout, by first letters, have their columns together in memory, not their rows
     seed: int = 0
 
     @property
@@ -110,6 +111,8 @@ class Problem:
         x = self.tensors()
         local = {n: layout.shard(x[n], rank, 2) for n in ("q", "dout")}
         local |= {n: key_layout.shard(x[n], rank, 2) for n in ("k", "v")} | {"sinks": x["sinks"]}
+        for name in [name for name in ("q", "k", "v", "dout") if name[0] in self.memory]:
+            local[name] = local[name].transpose(2, 3).contiguous().transpose(2, 3)
         for name in ("q", "k", "v", "sinks"):
             local[name].requires_grad_(name[0] in needs and (name != "sinks" or self.sinks))
         call = {
