@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from ring_attention import attention, comm, layouts
 from ring_attention.captured import Captured
@@ -74,6 +74,16 @@ class Sharding:
         cut = (starts | (inside % size == 0)).cumsum(1).masked_fill(rows < 0, -1)
         return Sharding(self.groups, self.layout, self.strategy, cut, self.seq_len)
 
+    def is_share(self, length: int, more: int = 0) -> bool:
+        """Could a dim of this length be this rank's part of a sequence that others hold parts of? `more`: padding's size."""
+        teams = self.teams
+        if comm.total(teams) == 1:
+            return False
+        if self.seq_len is None:
+            return True
+        held = len(layouts.parse(self.layout, self.seq_len).held(comm.place(teams)))
+        return held <= length <= held + more
+
     def explain(self) -> str:
         """The strategy of the last attention call, and why."""
         if self.strategy != "auto":
@@ -119,12 +129,12 @@ class Inside:
         self._thread = threading.get_ident()
         self._captured = Captured()
         self._attention, self._multi_head = self.attention, self.multi_head
-        # calls in a reentrant checkpoint whose recomputation is still to come
+        # calls in a checkpoint whose recomputation is still to come
         self._unfinished = 0
 
     def open(self) -> None:
         self.closed = False
-        self._captured.open(_refusing)
+        self._captured.open(_refusing, _scanning)
         self.plain_attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self._attention
         self.plain_multi_head, F.multi_head_attention_forward = F.multi_head_attention_forward, self._multi_head
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -140,8 +150,8 @@ class Inside:
         self._captured.close(None if top is None else top._captured)
         if self._unfinished > 0 and not failed:
             self.sharding.refuse(
-                "a checkpoint with use_reentrant=True around scaled_dot_product_attention recomputes after `with cp` is "
-                "left, where attention sees local tokens only: run backward inside `with cp`, or attach the model"
+                "a checkpoint around scaled_dot_product_attention recomputes after `with cp` is left, where attention sees "
+                "local tokens only: run backward inside `with cp`, or attach the model"
             )
 
     @property
@@ -173,7 +183,7 @@ class Inside:
                 return self.plain_attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
-            self._count_checkpoints()
+            self._count_checkpoints(any(x.requires_grad for x in (query, key, value)))
         sharding = self.sharding
         if dropout_p > 0:
             sharding.refuse(f"dropout_p={dropout_p}: attention dropout over a split sequence is not exact; set it to 0")
@@ -206,10 +216,14 @@ class Inside:
             )
         return self.plain_multi_head(*args, **kwargs)
 
-    def _count_checkpoints(self) -> None:
-        """A reentrant checkpoint runs its forward without gradients, and once more, with them, in backward."""
+    def _count_checkpoints(self, differentiable: bool) -> None:
+        """A reentrant checkpoint runs its forward without gradients, and once more, with them, in backward; the other kind
+        runs it under hooks of its own."""
         if torch.is_grad_enabled():
-            self._unfinished -= torch._C._current_graph_task_id() != -1 and self._unfinished > 0
+            if torch._C._current_graph_task_id() != -1:
+                self._unfinished -= self._unfinished > 0
+            elif differentiable and (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+                self._unfinished += getattr(hooks[0], "__qualname__", "").startswith(_checkpoint_hook.__qualname__)
             return
         frame = sys._getframe()
         while frame.f_back is not None:
@@ -233,6 +247,22 @@ def _refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return refuse
+
+
+def _scanning(name: str, function: Callable[..., Any], scanned: Callable[..., tuple[int, int]]) -> Callable[..., Any]:
+    """In the place of a function that carries state, or looks around, along a dim: `scanned` tells its length and padding."""
+
+    @functools.wraps(function)
+    def scan(*args: Any, **kwargs: Any) -> Any:
+        inside = None if torch.compiler.is_compiling() else current()
+        if inside is not None and inside.sharding.is_share(*scanned(*args, **kwargs)):
+            inside.sharding.refuse(
+                f"{name} inside `with cp` runs along this rank's tokens only, as if the sequence began there; layers that "
+                "carry state along the sequence cannot be split"
+            )
+        return function(*args, **kwargs)
+
+    return scan
 
 
 def current() -> Inside | None:

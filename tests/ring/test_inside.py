@@ -71,15 +71,51 @@ def test_backward_may_run_outside(ranks: RankPools, how: str) -> None:
         assert max(errors) < 1e-12
 
 
-def too_late(rank: int, world: int) -> str:
+def too_late(rank: int, world: int, how: str) -> str:
     with pytest.raises(ra.UsageError) as error:
-        wrapped(rank, world, "reentrant", False)
+        wrapped(rank, world, how, False)
     return str(error.value)
 
 
-def test_a_reentrant_checkpoint_recomputed_too_late_is_refused(ranks: RankPools) -> None:
-    for text in ranks(2).run(too_late):
-        assert "use_reentrant" in text and "inside `with cp`" in text
+@pytest.mark.parametrize("how", ["reentrant", "nonreentrant"])
+def test_a_checkpoint_recomputed_too_late_is_refused(ranks: RankPools, how: str) -> None:
+    for text in ranks(2).run(too_late, how):
+        assert "a checkpoint around" in text and "inside `with cp`" in text
+
+
+LAYERS = {
+    "lstm": lambda: nn.LSTM(6, 6, batch_first=True),
+    "gru": lambda: nn.GRU(6, 6, bidirectional=True),
+    "rnn_tanh": lambda: nn.RNN(6, 6, batch_first=True),
+    "conv1d": lambda: nn.Conv1d(6, 6, 3, padding=1),
+}
+SHAPES = {"lstm": (2, -1, 6), "gru": (-1, 2, 6), "rnn_tanh": (2, -1, 6), "conv1d": (2, 6, -1)}
+
+
+def along_tokens(rank: int, world: int) -> list[str]:
+    """Each layer over this rank's tokens, and over a dim of another length; after `with cp` torch is as it was."""
+    cp, said = ra.ContextParallel(dist.group.WORLD), []
+    length = cp.shard({"input_ids": torch.zeros(2, 13, dtype=torch.int64)})["input_ids"].shape[1]
+    for name, make in LAYERS.items():
+        layer = make()
+        other, mine = (torch.randn([size if at == -1 else at for at in SHAPES[name]]) for size in (20, length))
+        want = layer(other)
+        with cp:
+            got = layer(other)
+            with pytest.raises(ra.UsageError) as error:
+                layer(mine)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if isinstance(a, torch.Tensor))
+        layer(mine)
+        said.append(str(error.value))
+    with cp:
+        nn.Conv1d(6, 6, 1)(torch.ones(1, 6, length))  # a kernel of one token is a linear layer
+    return said
+
+
+def test_layers_that_run_along_tokens_are_refused(ranks: RankPools) -> None:
+    for said in ranks(3).run(along_tokens):
+        for name, text in zip(LAYERS, said, strict=True):
+            assert text.count(name) and "cannot be split" in text
 
 
 def encoder(rank: int, world: int) -> list[float]:
