@@ -17,7 +17,7 @@ from . import comm, hooks
 from .config import DivergenceError, Options, Precision, ShardError
 from .guard import Guard
 from .memory.ledger import Ledger
-from .optimizer import Stepper
+from .optimizer import Stepper, listed
 from .partition import UnitPlan, clean, keep_fp32_modules, partition
 from .runtime import Runtime, Scope
 from .unit import Unit
@@ -75,10 +75,8 @@ def shard(
 
 
 def _optimizers(model: nn.Module, optimizer: Any) -> list[optim.Optimizer]:
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = listed(optimizer)
     for each in optimizers:
-        if not isinstance(each, optim.Optimizer):
-            raise ShardError(f"optimizer is a {type(each).__name__}: expected a torch.optim.Optimizer, a list of them, or None")
         held = [id(param) for group in each.param_groups for param in group["params"]]
         if held and not {id(param) for param in model.parameters()}.intersection(held):
             raise ShardError(

@@ -55,6 +55,15 @@ REFUSED = {
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
+def listed(optimizer: Any) -> list[optim.Optimizer]:
+    """Of what calls take as `optimizer`: one, a list of them, or None."""
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, optim.Optimizer):
+            raise ShardError(f"optimizer is a {type(each).__name__}: expected a torch.optim.Optimizer, a list of them, or None")
+    return optimizers
+
+
 class Stepper:
     """One optimizer of a runtime. Owned by the optimizer's hooks; knows the optimizer weakly."""
 

@@ -23,7 +23,7 @@ from torch import nn, optim
 from ..config import ShardError
 from ..ema import EMA
 from ..entry import Entry
-from ..optimizer import SCALARS, Stepper
+from ..optimizer import SCALARS, Stepper, listed
 from ..partition import clean
 from ..runtime import Runtime
 
@@ -190,9 +190,7 @@ def state_name(parameter: str, key: str) -> str:
 
 
 def views(optimizer: Any, runtime: Runtime) -> list[OptimizerView]:
-    """Of one optimizer, a list of them, or None."""
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return [OptimizerView(each, runtime, index) for index, each in enumerate(optimizers)]
+    return [OptimizerView(each, runtime, index) for index, each in enumerate(listed(optimizer))]
 
 
 def merged(states: list[dict[str, dict[str, dict[str, Any]]]]) -> dict[str, dict[str, dict[str, Any]]]:
