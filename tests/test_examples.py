@@ -131,6 +131,18 @@ def test_what_a_run_leaves(runs: dict[tuple[str, int], pathlib.Path]) -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
+def test_a_run_is_reported(runs: dict[tuple[str, int], pathlib.Path], tmp_path: pathlib.Path) -> None:
+    """`zeroshard report` reads what the example writes."""
+    output, page = runs["data x context", 2], tmp_path / "page.html"
+    report = [sys.executable, "-m", "zeroshard", "report", str(output), "--output", str(page), "--json"]
+    told = json.loads(run_program(report).check().stdout)
+    assert (told["steps"], told["loss"]) == (5, losses(output)[-1]) and told["tokens_per_s"] > 0
+    assert {row["rank"] for row in told["memory"]} == {0, 1, 2, 3} == {int(rank) for rank in told["process_bytes"]}
+    categories = ("parameters", "gradients", "optimizer")
+    assert all(abs(row["difference"]) < 0.02 for row in told["memory"] if row["category"] in categories)
+    assert "data:image/svg" in page.read_text()
+
+
 def test_states_shrink_as_the_closed_form_says(runs: dict[tuple[str, int], pathlib.Path]) -> None:
     for name in SPLITS:
         for line in metrics(runs[name, 2], "memory"):  # the closed form is that of accumulation
