@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import html.parser
+import importlib.metadata
 import io
 import json
 import pathlib
@@ -48,6 +49,14 @@ def test_the_help_tells_commands_and_statuses() -> None:
     assert all(name in text for name in (*COMMANDS, "Exit status", "is not installed"))
     for name in COMMANDS:
         assert "--json" in command(name, "--help").check().stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    try:
+        version = importlib.metadata.version("zeroshard")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("runs from the source tree, not installed")
+    assert version in command("--version").check().stdout
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

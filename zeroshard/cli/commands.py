@@ -15,6 +15,7 @@ NAME = "zeroshard"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_STATUSES)
+@click.version_option(package_name="zeroshard")
 def commands() -> None:
     """Training with sharded states, from the shell: this machine, memory beforehand, runs, checkpoints."""
 
