@@ -248,7 +248,7 @@ class Unit(Gradients):
             return f"forward wrote into {names}, a copy in {self.compute} of masters in {self.dtype}" if written else ""
         for entry in written:
             entry.piece_of(self._shard).copy_(entry.piece_of(own))
-        if not self._looks:
+        if self.stale or not self._looks:  # stale: the masters have been stepped meanwhile
             return ""
         self._looks -= 1
         behind = [e.name for e in self.entries if not _same_bits(e.piece_of(own), e.piece_of(self._shard))]
